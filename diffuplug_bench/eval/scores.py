@@ -61,6 +61,9 @@ class Score(NamedTuple):
     seconds: float  # for all problems in one batch, without loading the model
 
 
+QUANTISED = ", quantised"  # ends the names of rows
+
+
 def ways() -> dict[str, dict[str, Any]]:
     """Return the two ways of decoding that are compared, as ``dllm`` options."""
     return {
@@ -78,11 +81,16 @@ def ways() -> dict[str, dict[str, Any]]:
 
 
 def compare_ways(
-    limit: int | None, dtype: str, verbose: bool, in_json: bool = False
+    limit: int | None,
+    dtype: str,
+    verbose: bool,
+    in_json: bool = False,
+    quantised: dict[str, str] | None = None,
 ) -> int:
     """Decode `limit` problems in both ways; print a table and one JSON line.
 
-    With `in_json` the questions ask for JSON, and a schema holds the answers to it.
+    With `in_json` the questions ask for JSON, and a schema holds the answers to it. With options
+    in `quantised` each way is decoded without and with them, and equal answers are counted.
     """
     from dllm_plugin.commands.phases import screen
 
@@ -90,35 +98,67 @@ def compare_ways(
     if in_json:
         problems = [ask_in_json(one) for one in problems]
     schema = ANSWER_SCHEMA if in_json else None
-    scores, llm = {}, None
-    for name, dllm in ways().items():
+    rows: dict[str, dict[str, Any]] = {}
+    llm, plain = None, None
+    for name, options in _engines(dtype, quantised or {}).items():
         with screen(verbose) as shown:
             if llm is not None:
                 stop_engine(llm)
                 # The next start takes what is still there out of collections.
                 llm = None
-            llm = start(dllm, dtype, shown.log)
-            scores[name] = decode(
-                llm, problems, MAX_TOKENS, progress_bar(shown, name), schema=schema
-            )
+            llm = start_in_process(options, shown.log)
+            bar = progress_bar(shown, name)
+            found = answers(llm, problems, MAX_TOKENS, bar, schema=schema)
+        of_outputs = score(found.outputs, problems, found.positions, found.seconds)
+        rows[name] = of_outputs._asdict()
+        if plain is not None and name.endswith(QUANTISED):
+            rows[name]["equal"] = _share_equal(plain, found)
+        plain = found
     # The last engine ends with the process: to take it apart takes a second more.
-    print(
-        f"{'':<20} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} {'seconds':>8}"
-    )
-    for name, score in scores.items():
-        print(
-            f"{name:<20} {score.accuracy:>8.1%} {score.tokens_per_forward:>15.2f} "
-            f"{score.positions_per_token:>16.1f} {score.seconds:>8.1f}"
-        )
-    rows = {name: score._asdict() for name, score in scores.items()}
+    _print_ways(rows)
     record = {
         "benchmark": "eval",
         "problems": len(problems),
         "dtype": dtype,
         "json": in_json,
     }
-    print(json.dumps(record | {"rows": rows}))
+    print(json.dumps(record | {"quantised": quantised or {}, "rows": rows}))
     return 0
+
+
+def _engines(dtype: str, quantised: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the options of each engine, by its row; the quantised after the other."""
+    engine = dict(quantised)
+    head = engine.pop("head_quantization", "none")
+    found = {}
+    for name, dllm in ways().items():
+        found[name] = bundled_options(dllm) | {"dtype": dtype}
+        if quantised:
+            options = bundled_options(dllm | {"head_quantization": head})
+            found[name + QUANTISED] = options | engine | {"dtype": dtype}
+    return found
+
+
+def _share_equal(plain: Answers, quantised: Answers) -> float:
+    """Return the share of answers that have the same tokens."""
+    pairs = zip(plain.outputs, quantised.outputs, strict=True)
+    equal = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs]
+    return sum(equal) / len(equal)
+
+
+def _print_ways(rows: dict[str, dict[str, Any]]) -> None:
+    """Print a line for each way of decoding."""
+    width = max(20, *map(len, rows))
+    print(
+        f"{'':<{width}} {'accuracy':>9} {'tokens/forward':>15} {'positions/token':>16} "
+        f"{'seconds':>8}"
+    )
+    for name, row in rows.items():
+        equal = f"  {row['equal']:.1%} as unquantised" if "equal" in row else ""
+        print(
+            f"{name:<{width}} {row['accuracy']:>8.1%} {row['tokens_per_forward']:>15.2f} "
+            f"{row['positions_per_token']:>16.1f} {row['seconds']:>8.1f}{equal}"
+        )
 
 
 def progress_bar(screen: "Screen", name: str) -> "Callable[..., tqdm[Any]] | bool":

@@ -3,6 +3,7 @@
 import argparse
 
 from diffuplug_bench.eval import every_policy, refreshes, schedules, scores
+from dllm_plugin.commands.eval import QUANTISED
 from dllm_plugin.commands.offline import engine_options
 
 
@@ -11,9 +12,17 @@ def run(args: argparse.Namespace) -> int:
     if args.schedule is not None or args.questions is not None:
         widths = schedules.read_widths(args.schedule)
         questions = schedules.read_questions(args.questions, args.limit)
-        return schedules.run(engine_options(args), widths, questions, args.verbose)
+        options = engine_options(args)
+        if args.head_quantization is not None:
+            dllm = options["additional_config"]["dllm"]
+            dllm["head_quantization"] = args.head_quantization
+        return schedules.run(options, widths, questions, args.verbose)
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
     if args.refreshes:
         return refreshes.run(args.limit, args.dtype, args.output, args.verbose)
-    return scores.compare_ways(args.limit, args.dtype, args.verbose, args.json)
+    changed = {}
+    for name in QUANTISED:
+        if getattr(args, name) is not None:
+            changed[name] = getattr(args, name)
+    return scores.compare_ways(args.limit, args.dtype, args.verbose, args.json, changed)

@@ -207,8 +207,11 @@ def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
     kept = kv_item_bytes(cached_as, dtype.itemsize)
     # A rank has at least one head, so heads are replicated if there are more ranks.
     share = model.get_num_kv_heads(parallel) / model.get_total_num_kv_heads()
+    weights = sizes.weight_bytes(stored, dtype.itemsize)
+    if config.head_quantization != "none":
+        weights -= sizes.tables / 2 * (dtype.itemsize - EIGHT_BITS)
     return Memory(
-        weights=sizes.weight_bytes(stored, dtype.itemsize) / parallel.world_size,
+        weights=weights / parallel.world_size,
         step=reserved_bytes(step_size(vllm_config, config)),
         forward=positions * sizes.activations * dtype.itemsize,
         graphs=0 if _graphs(vllm_config) == "none" else GRAPHS,
@@ -232,7 +235,11 @@ def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
         f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
     )
     if room >= request:
-        _line("  fits", f"{int(room // request)} such requests at once")
+        positions = int(room / (request / model.max_model_len))
+        counts = (
+            f"{int(room // request)} such requests at once, {positions:,} positions"
+        )
+        _line("  fits", counts)
         return
     _line("  fits", f"no: {_gigabytes(request - room)} are missing")
     smaller = sizes_of(model.hf_text_config).weight_bytes(EIGHT_BITS)
@@ -243,7 +250,7 @@ def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
         tokens = int(room / (request / model.max_model_len))
         _line("  change", f"--max-model-len {tokens}")
     else:
-        _line("  change", "--tensor-parallel-size, or a checkpoint in four bits")
+        _line("  change", "--max-num-seqs, or a checkpoint in four bits")
 
 
 def _gigabytes(count: float) -> str:

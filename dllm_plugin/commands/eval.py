@@ -13,6 +13,8 @@ from dllm_plugin.commands.options import (
     positive,
 )
 
+QUANTISED = ("quantization", "kv_cache_dtype", "head_quantization")
+
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug eval`."""
@@ -48,6 +50,10 @@ def add_parser(commands: Any) -> None:
         metavar="WIDTHS",
         help="score windows of these widths: 32,16,8,4,2",
     )
+    for name in QUANTISED:
+        parser.add_argument(
+            flag_of(name), metavar="Q", help="compare with the unquantised engine"
+        )
     add_verbose(parser)
     scored = parser.add_argument_group("with --questions or --schedule")
     scored.add_argument(
@@ -89,6 +95,12 @@ def _check(args: argparse.Namespace) -> None:
             "--json is for the two ways of decoding: leave --all, --schedule and "
             "--questions out"
         )
+    for name in QUANTISED:
+        if getattr(args, name) is not None and (args.all or args.refreshes):
+            raise ValueError(
+                f"{flag_of(name)} is for the two ways of decoding, --questions and --schedule: "
+                "leave --all and --refreshes out"
+            )
     if args.output is not None and not (args.all or args.refreshes):
         raise ValueError("--output is where --all writes: add --all, or --refreshes")
     if of_any_model and args.all:

@@ -45,6 +45,7 @@ def spin_briefly() -> None:
 ENGINE_NAMES = (
     "dtype",
     "gpu_memory_utilization",
+    "kv_cache_dtype",
     "max_model_len",
     "quantization",
     "tensor_parallel_size",

@@ -1,10 +1,12 @@
 """Compute the memory of a step, which the engine reserves and `doctor` prints."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
+from vllm.platforms import current_platform
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
@@ -12,7 +14,10 @@ from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CHUNK_ROWS = 256  # rows of which float32 copies are made at once
+CHUNK_ROWS = 256  # rows at most of which float32 copies are made at once
+CHUNK_STEP = 32  # between numbers of rows
+CHUNK_COPIES = 8
+CHUNK_SHARE = 0.03  # of a GPU's memory that copies take at most
 ALIGNED_AT_ONCE = 1 << 22  # comparisons with bad words, of a byte each
 ALIGNED_TENSORS = 8  # as large as these, while words are aligned
 COUNTED_AT_ONCE = 1 << 18  # tokens of texts that penalties count at once
@@ -69,6 +74,21 @@ def step_size(vllm_config: "VllmConfig", config: DecodeConfig) -> StepSize:
     )
 
 
+@cache
+def rows_at_once(most: int, columns: int) -> int:
+    """Return the rows of so many columns of which copies are made at once, `most` on CPUs."""
+    if current_platform.is_cpu():
+        return most
+    return chunk_rows(most, columns, current_platform.get_device_total_memory())
+
+
+def chunk_rows(most: int, columns: int, device_bytes: int) -> int:
+    """Return the rows whose float32 copies fit their share of a device's memory."""
+    row = CHUNK_COPIES * columns * torch.float32.itemsize
+    fitting = round(CHUNK_SHARE * device_bytes / row / CHUNK_STEP) * CHUNK_STEP
+    return min(most, max(CHUNK_STEP, fitting))
+
+
 def reserved_bytes(size: StepSize) -> int:
     """Return the device memory that sampling and its tables take in a full step."""
     tables = penalty_bytes(size) + bad_word_bytes(size) + _logprob_bytes(size)
@@ -81,8 +101,8 @@ def _sampling_bytes(size: StepSize) -> int:
     Float32 copies have CHUNK_ROWS rows at most: the copy, the tempered and filtered copy, and
     what top-p sorts (values, int64 indices, probabilities, mask and result).
     """
-    chunk = min(size.rows, CHUNK_ROWS)
-    copies = 8 * chunk * size.vocab * 4
+    chunk = min(size.rows, rows_at_once(CHUNK_ROWS, size.shard))
+    copies = CHUNK_COPIES * chunk * size.vocab * 4
     gathered = 0
     if size.shard < size.vocab:
         gathered = chunk * size.vocab * size.logit_bytes

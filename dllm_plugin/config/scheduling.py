@@ -16,6 +16,10 @@ logger = init_logger("vllm.dllm_plugin")
 
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
+SMALL_CARD, SMALL_CARD_REQUESTS = (
+    15 << 30,
+    16,
+)  # bytes of a GPU; a 16 GiB one reports fewer
 PAGE = 32  # tokens; CPU attention needs 32, GPUs a multiple of their default of 16
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
@@ -129,9 +133,40 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     scheduler, method = vllm_config.scheduler_config, config.method
     if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
+    _fit_small_card(vllm_config)
     scheduler.scheduler_cls = SCHEDULERS[method.scheduler]
     raise_budget = _raise_for_refresh if method.full_attention else _raise_for_canvases
     raise_budget(vllm_config, config.canvas_length)
+
+
+def _fit_small_card(vllm_config: VllmConfig) -> None:
+    """Lower a default max_num_seqs on a GPU of little memory, of which rows take their share."""
+    if current_platform.is_cpu():
+        return
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    _, defaults = EngineArgs.get_batch_defaults(parallel.world_size)
+    device_bytes = current_platform.get_device_total_memory()
+    most = most_requests(scheduler.max_num_seqs, set(defaults.values()), device_bytes)
+    if most != scheduler.max_num_seqs:
+        logger.info(
+            "max_num_seqs lowered from %d to %d: rows and tables of more requests would take the "
+            "memory of keys on a GPU of %.0f GiB.",
+            scheduler.max_num_seqs,
+            most,
+            device_bytes / 2**30,
+        )
+        scheduler.max_num_seqs = most
+
+
+def most_requests(chosen: int, defaults: set[int], device_bytes: int) -> int:
+    """Return the requests at once, fewer than a default on a small GPU.
+
+    A user's value that equals a default counts as a default.
+    """
+    # performance_mode "throughput" doubles the default.
+    is_default = chosen in defaults | {2 * value for value in defaults}
+    small = device_bytes < SMALL_CARD and is_default
+    return min(chosen, SMALL_CARD_REQUESTS) if small else chosen
 
 
 def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:

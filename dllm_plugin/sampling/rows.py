@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.memory import CHUNK_ROWS
+from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 
 
 class RowChunk(NamedTuple):
@@ -55,8 +55,9 @@ def scatter_rows(
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
     """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
     rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
-    for low in range(0, max(len(rows_T), 1), CHUNK_ROWS):
-        cut = slice(low, low + CHUNK_ROWS)
+    most = rows_at_once(CHUNK_ROWS, logits_XV.shape[1])
+    for low in range(0, max(len(rows_T), 1), most):
+        cut = slice(low, low + most)
         if source_T is None:
             logits, source = logits_XV[cut], None
         else:

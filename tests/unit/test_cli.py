@@ -142,6 +142,7 @@ COMMAND_OPTIONS = {
             "--output",
         ]
         + ["--questions", "--refreshes", "--schedule", "--verbose", "-h", "-v"]
+        + ["--head-quantization", "--kv-cache-dtype", "--quantization"]
     ),
     "generate": sorted(
         [

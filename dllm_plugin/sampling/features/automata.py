@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.memory import CHUNK_ROWS
+from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.grammar.step import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import (
@@ -291,8 +291,9 @@ class Automata(StepFeature):
         self, some: _Predicted, step: DenoisingStep
     ) -> Iterator[tuple[slice, Rows]]:
         """Yield pieces small enough for float32 copies, penalised if a request asks for it."""
-        for low in range(0, len(some.canvas_T), CHUNK_ROWS):
-            cut = slice(low, low + CHUNK_ROWS)
+        most = rows_at_once(CHUNK_ROWS, some.rows.logits_XV.shape[1])
+        for low in range(0, len(some.canvas_T), most):
+            cut = slice(low, low + most)
             piece = some.rows.cut(cut)
             if self.penalties.active(step.slots_np):
                 piece = self._penalised(piece, step)
