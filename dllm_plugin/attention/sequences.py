@@ -138,6 +138,8 @@ class AttentionSequences:
         self.block_tables: list[Tensor] = []
         # 1 for sequences whose attention is causal, read by captured graphs.
         self.causal: Tensor | None = None
+        # Which canvases of the last forward store their block, bool [R]; not of all methods.
+        self.stores_R: Tensor | None = None
         if method.causal_commit:
             self.causal = torch.zeros_like(self.seq_lens)
         # How many positions captured steps compute for each request.
@@ -223,8 +225,8 @@ class AttentionSequences:
         causal_R = torch.ones(requests, dtype=torch.int32, device=self.states.device)
         slots_R = batch.idx_mapping[:canvases]
         computed_R = batch.query_start_loc[: canvases + 1].diff()
-        stores_R = self.states.stores_block(slots_R, computed_R)
-        causal_R[:canvases] = stores_R.to(torch.int32)
+        self.stores_R = self.states.stores_block(slots_R, computed_R)
+        causal_R[:canvases] = self.stores_R.to(torch.int32)
         if not is_full:
             return causal_R[sequences.request_B]
         count = len(sequences.seq_lens)

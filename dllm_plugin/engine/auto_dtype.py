@@ -29,8 +29,8 @@ from dllm_plugin.config.cpu_dtype import (
 )
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
-from dllm_plugin.models.causal_configs import CAUSAL_CONFIGS
-from dllm_plugin.models.configs import ADOPTED, CONFIGS, DiffusionConfig, adopt
+from dllm_plugin.models.config_bases import DiffusionConfig
+from dllm_plugin.models.configs import ADOPTED, CONFIGS, adopt
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -107,7 +107,7 @@ def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:
 
 def register_convertors() -> None:
     """Register our converter for each model type that our configs have. Idempotent."""
-    for config in (*CONFIGS, *CAUSAL_CONFIGS):
+    for config in CONFIGS:
         MODEL_ARCH_CONFIG_CONVERTORS[config.model_type] = DiffusionArchConvertor
     for adopted in ADOPTED.values():
         MODEL_ARCH_CONFIG_CONVERTORS.setdefault(

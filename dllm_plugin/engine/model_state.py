@@ -149,11 +149,11 @@ class DiffusionModelState(ModelState):
         rows_T1.zero_()
         if not canvases:
             return
-        slots_R = batch.idx_mapping[:canvases]
+        stores_R = self.sequences.stores_R
+        assert stores_R is not None
         lengths_R = batch.query_start_loc[: canvases + 1].diff()
-        drafts_R = ~self.states.stores_block(slots_R, lengths_R)
         count = int(batch.query_start_loc_np[canvases])
-        rows_T = drafts_R.repeat_interleave(lengths_R, output_size=count)
+        rows_T = (~stores_R).repeat_interleave(lengths_R, output_size=count)
         rows_T1[:count, 0] = rows_T.to(rows_T1.dtype)
 
     def _find_starts(self, batch: InputBatch) -> None:
@@ -180,9 +180,7 @@ class DiffusionModelState(ModelState):
             self.sampler.trust_block_cache(input_batch, slot_mappings)
         elif self.config.method.causal:
             self._find_starts(input_batch)
-        if self.config.draft_adapter is not None:
-            self._mark_drafts(input_batch)
-        return self.sequences.build(
+        metadata = self.sequences.build(
             input_batch,
             cudagraph_mode,
             block_tables,
@@ -191,3 +189,6 @@ class DiffusionModelState(ModelState):
             kv_cache_config,
             for_capture,
         )
+        if self.config.draft_adapter is not None:
+            self._mark_drafts(input_batch)
+        return metadata

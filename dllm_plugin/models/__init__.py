@@ -4,27 +4,27 @@
 ARCHITECTURES: dict[str, str] = {
     "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
     "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "LLaDAMoEModelLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
-    "DreamModel": "dllm_plugin.models.dream:DreamModel",
-    "DreamForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
-    "SDARForCausalLM": "dllm_plugin.models.sdar:SDARForCausalLM",
-    "WeDLMForCausalLM": "dllm_plugin.models.sdar:WeDLMForCausalLM",
-    "WeDLMBiasedForCausalLM": "dllm_plugin.models.sdar:WeDLMBiasedForCausalLM",
-    "IDLMForCausalLM": "dllm_plugin.models.sdar:IDLMForCausalLM",
-    "SDARMoeForCausalLM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
-    "RND1LM": "dllm_plugin.models.sdar:SDARMoeForCausalLM",
+    "LLaDAMoEModelLM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
+    "DreamModel": "dllm_plugin.models.qwen:Qwen2Diffusion",
+    "DreamForDiffusionLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
+    "SDARForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
+    "WeDLMForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
+    "WeDLMBiasedForCausalLM": "dllm_plugin.models.qwen:BiasedLlamaDiffusion",
+    "IDLMForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
+    "SDARMoeForCausalLM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
+    "RND1LM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
     "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
     "LLaDA22MoeModelLM": "dllm_plugin.models.llada2:LLaDA22MoeModelLM",
-    "DreamForCausalLM": "dllm_plugin.models.dream:DreamReasoner",
-    "OpenDCoderForDiffusionLM": "dllm_plugin.models.dream:DreamModel",
-    "A2DQwen3LMHeadModel": "dllm_plugin.models.sdar:SDARForCausalLM",
-    "A2DQwen2LMHeadModel": "dllm_plugin.models.dream:DreamModel",
-    "A2DLlamaLMHeadModel": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
-    "StableDiffcoderForCausalLM": "dllm_plugin.models.stable_diffcoder:StableDiffCoder",
+    "DreamForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
+    "OpenDCoderForDiffusionLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
+    "A2DQwen3LMHeadModel": "dllm_plugin.models.qwen:Qwen3Diffusion",
+    "A2DQwen2LMHeadModel": "dllm_plugin.models.qwen:Qwen2Diffusion",
+    "A2DLlamaLMHeadModel": "dllm_plugin.models.qwen:LlamaDiffusion",
+    "StableDiffcoderForCausalLM": "dllm_plugin.models.qwen:LlamaDiffusion",
     "NemotronLabsDiffusionModel": (
         "dllm_plugin.models.nemotron:NemotronLabsDiffusionModel"
     ),
-    "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.fast_dllm:FastDLLMQwenForCausalLM",
+    "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
 }
 
 
@@ -36,11 +36,11 @@ def register_configs() -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from dllm_plugin.models.causal_configs import CAUSAL_CONFIGS
     from dllm_plugin.models.configs import CONFIGS
-    from dllm_plugin.models.tokenization import TOKENIZERS
 
-    for config in (*CONFIGS, *CAUSAL_CONFIGS):
+    for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
-    for reader, tokenizer in TOKENIZERS.items():
-        AutoTokenizer.register(reader, tokenizer_class=tokenizer, exist_ok=True)
+        if config.tokenizer is not None:
+            AutoTokenizer.register(
+                config, tokenizer_class=config.tokenizer, exist_ok=True
+            )

@@ -7,28 +7,31 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.models.base import DiffusionModel
+from dllm_plugin.models.checkpoints import shapes
 from dllm_plugin.models.checkpoints.weights import Shapes
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 END = r"(?=\.|$)"  # layer lists of quantisation configs name modules without `.weight`
-
-# Anchored patterns: `ff_out` is the down projection inside a layer and the LM head outside.
-RENAME = WeightsMapper(
-    orig_to_new_regex={
-        re.compile(rf"^model\.transformer\.wte{END}"): "model.embed_tokens",
-        re.compile(rf"^model\.transformer\.ln_f{END}"): "model.norm",
-        re.compile(rf"^model\.transformer\.ff_out{END}"): "lm_head",
-        re.compile(rf"{BLOCK}attn_norm{END}"): r"model.layers.\1.input_layernorm",
-        re.compile(rf"{BLOCK}([qkv]_proj){END}"): r"model.layers.\1.self_attn.\2",
-        re.compile(rf"{BLOCK}attn_out{END}"): r"model.layers.\1.self_attn.o_proj",
-        re.compile(
-            rf"{BLOCK}ff_norm{END}"
-        ): r"model.layers.\1.post_attention_layernorm",
-        re.compile(rf"{BLOCK}ff_proj{END}"): r"model.layers.\1.mlp.gate_proj",
-        re.compile(rf"{BLOCK}up_proj{END}"): r"model.layers.\1.mlp.up_proj",
-        re.compile(rf"{BLOCK}ff_out{END}"): r"model.layers.\1.mlp.down_proj",
-    }
-)
+# LLaDA's name -> Llama's: `ff_out` is the down projection in a layer and the LM head outside.
+OUTSIDE = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+PATTERNS: dict[Any, str | None] = {}
+for ours, theirs in OUTSIDE.items():
+    PATTERNS[re.compile(rf"^model\.transformer\.{ours}{END}")] = theirs
+for ours, theirs in IN_LAYER.items():
+    PATTERNS[re.compile(rf"{BLOCK}{ours}{END}")] = rf"model.layers.\1.{theirs}"
+RENAME = WeightsMapper(orig_to_new_regex=PATTERNS)
 
 
 class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
@@ -44,26 +47,16 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        width = config.hidden_size
-        inner = config.intermediate_size
-        vocab = config.vocab_size
-        kv_width = width // config.num_attention_heads * config.num_key_value_heads
-        shapes: Shapes = {
-            "model.transformer.wte.weight": (vocab, width),
-            "model.transformer.ln_f.weight": (width,),
-            cls.head_name(): (vocab, width),
-        }
-        for layer in range(config.num_hidden_layers):
-            block = f"model.transformer.blocks.{layer}"
-            shapes |= {
-                f"{block}.attn_norm.weight": (width,),
-                f"{block}.q_proj.weight": (width, width),
-                f"{block}.k_proj.weight": (kv_width, width),
-                f"{block}.v_proj.weight": (kv_width, width),
-                f"{block}.attn_out.weight": (width, width),
-                f"{block}.ff_norm.weight": (width,),
-                f"{block}.ff_proj.weight": (inner, width),
-                f"{block}.up_proj.weight": (inner, width),
-                f"{block}.ff_out.weight": (width, inner),
-            }
-        return shapes
+        outside = {theirs: ours for ours, theirs in OUTSIDE.items()}
+        in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
+        head = config.hidden_size // config.num_attention_heads
+        found: Shapes = {}
+        for name, shape in shapes.dense(config, head, bias=False).items():
+            module = name.removesuffix(".weight")
+            layer = LAYER.fullmatch(module)
+            if layer is None:
+                found[f"model.transformer.{outside[module]}.weight"] = shape
+            else:
+                block = f"model.transformer.blocks.{layer[1]}"
+                found[f"{block}.{in_layer[layer[2]]}.weight"] = shape
+        return found

@@ -218,10 +218,12 @@ def test_folder_of_an_unknown_repository_is_unknown(checkpoints):
 def test_manifest_has_the_published_size(registered):
     """Sizes in bytes of the bf16 weight indexes of these models, or of the Qwen they start from."""
     from dllm_plugin.models import configs
-    from dllm_plugin.models.dream import DreamModel
-    from dllm_plugin.models.fast_dllm import FastDLLMQwenForCausalLM
     from dllm_plugin.models.llada import LLaDAModelLM
-    from dllm_plugin.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
+    from dllm_plugin.models.qwen import (
+        Qwen2Diffusion,
+        Qwen3Diffusion,
+        Qwen3MoeDiffusion,
+    )
 
     qwen2 = {
         "vocab_size": 152064,
@@ -240,11 +242,11 @@ def test_manifest_has_the_published_size(registered):
     }
     for model, config, size in (
         (LLaDAModelLM, configs.LLaDAConfig(mlp_hidden_size=12288), 16_031_162_368),
-        (DreamModel, configs.DreamConfig(**qwen2), 15_231_233_024),
-        (FastDLLMQwenForCausalLM, configs.FastDLLMConfig(**qwen2), 15_231_233_024),
-        (SDARForCausalLM, configs.SDARConfig(**qwen3), 16_381_470_720),
+        (Qwen2Diffusion, configs.DreamConfig(**qwen2), 15_231_233_024),
+        (Qwen2Diffusion, configs.FastDLLMConfig(**qwen2), 15_231_233_024),
+        (Qwen3Diffusion, configs.SDARConfig(**qwen3), 16_381_470_720),
         (
-            SDARMoeForCausalLM,
+            Qwen3MoeDiffusion,
             configs.SDARMoeConfig(num_hidden_layers=48),
             61_064_245_248,
         ),

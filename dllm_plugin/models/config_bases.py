@@ -1,7 +1,15 @@
-"""List the values of config keys that we serve, and refuse other variants of a model."""
+"""Define the base classes of our configs, which refuse variants of a model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama.configuration_llama import LlamaConfig
 
 # Options of the training code that no published checkpoint uses: key -> the value that we serve.
 # `None` (key absent or null) always means the published default.
@@ -81,23 +89,45 @@ def refuse_variants(
             )
 
 
-def shares_experts(config: Any) -> bool:
-    """Return whether a LLaDA2 is LLaDA2.2, whose blocks share experts and edit their structure.
+class DiffusionConfig(PreTrainedConfig):
+    """Check a config and add what all our configs have; comes before the parent's class.
 
-    Raises ValueError for a config that has only some of LLaDA2.2's keys.
+    Raises ValueError for variants of the architecture that we do not serve.
     """
-    keys = ("expert_capacity", "delete_token_id", "split_token_id")
-    given = [bool(config.expert_capacity)]
-    given += [getattr(config, key) is not None for key in keys[1:]]
-    if any(given) and not all(given):
-        lacking = keys[given.index(False)]
-        raise ValueError(
-            f"This checkpoint has some keys of LLaDA2.2 in config.json but no {lacking}; it needs "
-            f"{', '.join(keys)}."
-        )
-    if given[0] and config.expert_capacity < config.num_experts_per_tok:
-        raise ValueError(
-            f"expert_capacity {config.expert_capacity} in config.json is less than "
-            f"num_experts_per_tok {config.num_experts_per_tok}."
-        )
-    return given[0]
+
+    label: ClassVar[str] = ""
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    # Of repositories that ship Python code for theirs; else tokenizer_config.json names it.
+    tokenizer: ClassVar[type[PreTrainedTokenizerBase] | None] = None
+
+    mask_token_id: int | None = None
+    # `_name_or_path` as the checkpoint's author saved it
+    source_name: str | None = None
+    # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
+    dtype_left_open: bool | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_variants(self.label, {**kwargs, **vars(self)}, self.fixed)
+        # transformers replaces `_name_or_path` by the path that was opened.
+        self.source_name = self.source_name or kwargs.get("_name_or_path")
+        super().__post_init__(**kwargs)
+
+
+class OfQwen2(DiffusionConfig, Qwen2Config):
+    """Read the keys of a Qwen2."""
+
+    fixed = QWEN_FIXED
+    default_theta = 1000000.0
+
+
+class OfQwen3(DiffusionConfig, Qwen3Config):
+    """Read the keys of a Qwen3."""
+
+    fixed = SDAR_FIXED
+    default_theta = 1000000.0
+
+
+class OfLlama(DiffusionConfig, LlamaConfig):
+    """Read the keys of a Llama."""
+
+    fixed = LLAMA_FIXED
