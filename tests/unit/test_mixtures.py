@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.model_executor.models.interfaces import MixtureOfExperts
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 import dllm_plugin
 from dllm_plugin.config.quantisation import REBALANCED, refuse_for_mixtures
-from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.models import dream, fast_dllm, llada, llada2, sdar
+from dllm_plugin.models import ARCHITECTURES
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -142,11 +142,7 @@ def test_experts_that_cannot_move() -> None:
 
 def test_the_list_is_what_vllm_can() -> None:
     """vLLM's test needs an object: the protocol's methods and attributes of its model class."""
-    modules = (dream, fast_dllm, llada, llada2, sdar)
-    classes = {name: cls for module in modules for name, cls in vars(module).items()}
-    parents = {
-        name
-        for name in FAMILIES
-        if name in classes and MixtureOfExperts in classes[name].__mro__
-    }
-    assert parents == set(REBALANCED)
+    rebalanced = {ARCHITECTURES[name] for name in REBALANCED}
+    for path in ARCHITECTURES.values():
+        model = resolve_obj_by_qualname(path.replace(":", "."))
+        assert (MixtureOfExperts in model.__mro__) == (path in rebalanced), path

@@ -1,0 +1,128 @@
+"""A real server of each newer family: chats, streams, scores, seeds, grammars, gaps, refusals."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from engines import CHECKPOINTS
+from processes import Server, serving
+
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
+
+REGEX = r"[a-e]{4,9};[0-9]+"
+MESSAGES = [{"role": "user", "content": "one two three"}]
+CHAT = {"messages": MESSAGES, "max_tokens": 20, "ignore_eos": True}
+
+
+class Row(NamedTuple):
+    """What a family serves besides chats."""
+
+    canvas: int | None = None  # None: the default
+    has_gaps: bool = False
+    scores: bool = True
+    grammars: bool = True
+
+
+ROWS = {
+    "stable-diffcoder": Row(),
+    "llada-moe": Row(32, has_gaps=True),
+    "rnd1": Row(32, has_gaps=True),
+    "a2d-qwen3": Row(32, has_gaps=True),
+    "nemotron": Row(grammars=False),
+    "idlm": Row(32, grammars=False),
+    "wedlm": Row(grammars=False),
+    "llada2.2": Row(scores=False, grammars=False),
+}
+
+
+class Served(NamedTuple):
+    """A server and what its family serves."""
+
+    row: Row
+    server: Server
+
+    def chat(self, **more: Any) -> dict[str, Any]:
+        """The only choice of a chat, greedy unless asked otherwise."""
+        body = {"temperature": 0, "return_token_ids": True} | CHAT | more
+        reply = self.server.post("chat/completions", body)
+        assert reply.status_code == 200, reply.text
+        [choice] = reply.json()["choices"]
+        return dict(choice)
+
+    def refusal(self, path: str = "chat/completions", **body: Any) -> str:
+        reply = self.server.post(path, body)
+        assert reply.status_code == 400, reply.text
+        return str(reply.json()["error"]["message"])
+
+
+@pytest.fixture(scope="module", params=list(ROWS))
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    row, model = ROWS[request.param], CHECKPOINTS / f"tiny-{request.param}"
+    options = []
+    if row.canvas is not None:
+        options.append(
+            f'--additional-config={{"dllm": {{"canvas_length": {row.canvas}}}}}'
+        )
+    log = tmp_path_factory.mktemp("family") / "log"
+    with serving(log, *options, model=model) as server:
+        yield Served(row, server)
+
+
+def test_a_stream_equals_the_whole_answer(served: Served) -> None:
+    whole = served.chat()
+    assert len(whole["token_ids"]) == 20 or whole["finish_reason"] == "stop"
+    streamed: list[int] = []
+    for chunk in served.server.stream(
+        "chat/completions", CHAT | {"return_token_ids": True}
+    ):
+        for choice in chunk["choices"]:
+            streamed += choice.get("token_ids") or []
+    assert streamed == whole["token_ids"]
+
+
+def test_seeds_and_scores(served: Served) -> None:
+    answers = []
+    for seed in (7, 7, 8):
+        answers.append(served.chat(temperature=1.0, seed=seed)["token_ids"])
+    assert answers[0] == answers[1] != answers[2]
+    asked = {"logprobs": True, "top_logprobs": 2}
+    if not served.row.scores:
+        assert "logprobs is not supported" in served.refusal(**CHAT, **asked)
+        return
+    choice = served.chat(**asked)
+    scored = choice["logprobs"]["content"]
+    assert len(scored) == len(choice["token_ids"])
+    for place in scored:
+        assert place["logprob"] <= 0 and len(place["top_logprobs"]) == 2
+
+
+def test_grammars(served: Served) -> None:
+    asked = {"structured_outputs": {"regex": REGEX}, "ignore_eos": False}
+    if not served.row.grammars:
+        assert "structured_outputs is not supp" in served.refusal(**CHAT | asked)
+        return
+    choice = served.chat(**asked)
+    text = choice["message"]["content"]
+    pattern = REGEX if choice["finish_reason"] == "stop" else r"[a-e]{4,9};[0-9]*"
+    assert re.fullmatch(pattern, text), text
+
+
+def test_gaps(served: Served) -> None:
+    body = {"text": "one [MASK:5] three", "temperature": 0}
+    if not served.row.has_gaps:
+        assert served.refusal("infill", **body)
+        return
+    reply = served.server.post("infill", body)
+    assert reply.status_code == 200, reply.text
+    [choice] = reply.json()["choices"]
+    assert choice["text"].startswith("one ") and choice["text"].endswith(" three")
+
+
+def test_what_is_refused_is_named(served: Served) -> None:
+    wrong = {"vllm_xargs": {"dllm_block_length": 0}}
+    assert "dllm_block_length" in served.refusal(**CHAT, **wrong)
+    unknown = {"vllm_xargs": {"dllm_stepz": 3}}
+    assert "dllm_stepz" in served.refusal(**CHAT, **unknown)
