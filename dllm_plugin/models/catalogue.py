@@ -86,6 +86,13 @@ def shape_of(
     return dict(zip(NAMES, values, strict=True)) | more
 
 
+def qwen3(
+    hidden: int, inner: int, layers: int, heads: int, vocab: int = 151936
+) -> dict[str, Any]:
+    """Return the keys of a dense model with 8 KV heads of 128 numbers."""
+    return shape_of(hidden, inner, layers, heads, 8, vocab, head_dim=128)
+
+
 EXPERTS_128 = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -104,224 +111,165 @@ EXPERTS_256 = {
 }
 LLADA = shape_of(4096, 12288, 32, 32, 32, 126464)
 DREAM = shape_of(3584, 18944, 28, 28, 4, 152064)
+QWEN_8B = qwen3(4096, 12288, 36, 32)
 QWEN_MOE = shape_of(2048, 6144, 48, 32, 4, 151936, head_dim=128, **EXPERTS_128)
 MINI = shape_of(2048, 5120, 20, 16, 4, 157184, moe_intermediate_size=512, **EXPERTS_256)
 FLASH = shape_of(
     4096, 9216, 32, 32, 4, 157184, moe_intermediate_size=1024, **EXPERTS_256
 )
 
-CHECKPOINTS: dict[str, Checkpoint] = {
-    "llada:8b": Checkpoint(
-        "GSAI-ML/LLaDA-8B-Instruct", "LLaDAModelLM", LLADA, 4096, CACHED, "llada.md"
-    ),
-    "llada:8b-base": Checkpoint(
-        "GSAI-ML/LLaDA-8B-Base", "LLaDAModelLM", LLADA, 4096, CACHED, "llada.md"
-    ),
-    "llada:1.5": Checkpoint(
-        "GSAI-ML/LLaDA-1.5", "LLaDAModelLM", LLADA, 4096, CACHED, "llada.md"
-    ),
-    "dream:7b": Checkpoint(
-        "Dream-org/Dream-v0-Instruct-7B", "DreamModel", DREAM, 2048, CACHED, "dream.md"
-    ),
-    "dream:7b-base": Checkpoint(
-        "Dream-org/Dream-v0-Base-7B", "DreamModel", DREAM, 2048, CACHED, "dream.md"
-    ),
-    "diffucoder:7b": Checkpoint(
-        "apple/DiffuCoder-7B-cpGRPO", "DreamModel", DREAM, 2048, CACHED, "dream.md"
-    ),
-    "sdar:1.7b": Checkpoint(
-        "JetLM/SDAR-1.7B-Chat",
-        "SDARForCausalLM",
-        shape_of(2048, 6144, 28, 16, 8, 151936, head_dim=128),
-        32768,
-        BLOCKS,
-        "sdar.md",
-    ),
-    "sdar:4b": Checkpoint(
-        "JetLM/SDAR-4B-Chat",
-        "SDARForCausalLM",
-        shape_of(2560, 9728, 36, 32, 8, 151936, head_dim=128),
-        32768,
-        BLOCKS,
-        "sdar.md",
-    ),
-    "sdar:8b": Checkpoint(
-        "JetLM/SDAR-8B-Chat",
-        "SDARForCausalLM",
-        shape_of(4096, 12288, 36, 32, 8, 151936, head_dim=128),
-        32768,
-        BLOCKS,
-        "sdar.md",
-    ),
-    "sdar:30b-a3b": Checkpoint(
-        "JetLM/SDAR-30B-A3B-Chat",
-        "SDARMoeForCausalLM",
-        QWEN_MOE,
-        32768,
-        BLOCKS,
-        "sdar.md",
-    ),
-    "idlm:8b": Checkpoint(
-        "yifanyu/I-DLM-8B",
-        "IDLMForCausalLM",
-        shape_of(4096, 12288, 36, 32, 8, 151936, head_dim=128),
-        32768,
-        "introspective, sequential",
-        "idlm.md",
-    ),
-    "idlm:32b": Checkpoint(
-        "yifanyu/I-DLM-32B",
-        "IDLMForCausalLM",
-        shape_of(5120, 25600, 64, 64, 8, 151936, head_dim=128),
-        32768,
-        "introspective, sequential",
-        "idlm.md",
-    ),
-    "wedlm:7b": Checkpoint(
-        "tencent/WeDLM-7B-Instruct",
-        "WeDLMBiasedForCausalLM",
-        shape_of(3584, 18944, 28, 28, 4, 151936),
-        16384,
-        "causal_window, entropy",
-        "wedlm.md",
-    ),
-    "wedlm:8b": Checkpoint(
-        "tencent/WeDLM-8B-Instruct",
-        "WeDLMForCausalLM",
-        shape_of(4096, 12288, 36, 32, 8, 151936, head_dim=128),
-        16384,
-        "causal_window, entropy",
-        "wedlm.md",
-    ),
-    "llada2.0:mini": Checkpoint(
-        "inclusionAI/LLaDA2.0-mini",
-        "LLaDA2MoeModelLM",
-        MINI,
-        32768,
-        BLOCKS,
-        "llada2.md",
-    ),
-    "llada2.0:flash": Checkpoint(
-        "inclusionAI/LLaDA2.0-flash",
-        "LLaDA2MoeModelLM",
-        FLASH,
-        32768,
-        BLOCKS,
-        "llada2.md",
-    ),
-    "llada2.1:mini": Checkpoint(
-        "inclusionAI/LLaDA2.1-mini",
-        "LLaDA2MoeModelLM",
-        MINI,
-        32768,
-        EDITED,
-        "llada2.md",
-    ),
-    "llada2.1:flash": Checkpoint(
-        "inclusionAI/LLaDA2.1-flash",
-        "LLaDA2MoeModelLM",
-        FLASH,
-        32768,
-        EDITED,
-        "llada2.md",
-    ),
-    "llada2.2:mini": Checkpoint(
-        "inclusionAI/LLaDA2.2-mini",
-        "LLaDA22MoeModelLM",
-        MINI,
-        131072,
-        EDITED,
-        "llada2.md",
-    ),
-    "llada2.2:flash": Checkpoint(
-        "inclusionAI/LLaDA2.2-flash",
-        "LLaDA22MoeModelLM",
-        FLASH,
-        131072,
-        EDITED,
-        "llada2.md",
-    ),
-    "llada-moe:7b-a1b": Checkpoint(
-        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
-        "LLaDAMoEModelLM",
-        shape_of(2048, 1024, 16, 16, 16, 157184, **EXPERTS_64),
-        8192,
-        CACHED,
-        "llada.md",
-    ),
-    "rnd1:30b-a3b": Checkpoint(
-        "radicalnumerics/RND1-Base-0910",
-        "RND1LM",
-        QWEN_MOE,
-        4096,
-        "semi_autoregressive, entropy",
-        "rnd1.md",
-    ),
-    "stable-diffcoder:8b": Checkpoint(
-        "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
-        "StableDiffcoderForCausalLM",
-        shape_of(4096, 14336, 32, 32, 8, 155136),
-        8192,
-        BLOCKS,
-        "stable-diffcoder.md",
-    ),
-    "nemotron-diffusion:3b": Checkpoint(
-        "nvidia/Nemotron-Labs-Diffusion-3B",
-        "NemotronLabsDiffusionModel",
-        shape_of(3072, 9216, 26, 32, 8, 131072, head_dim=128),
-        262144,
-        BLOCKS,
-        "nemotron.md",
-    ),
-    "nemotron-diffusion:8b": Checkpoint(
-        "nvidia/Nemotron-Labs-Diffusion-8B",
-        "NemotronLabsDiffusionModel",
-        shape_of(4096, 14336, 34, 32, 8, 131072, head_dim=128),
-        262144,
-        BLOCKS,
-        "nemotron.md",
-    ),
-    "nemotron-diffusion:14b": Checkpoint(
-        "nvidia/Nemotron-Labs-Diffusion-14B",
-        "NemotronLabsDiffusionModel",
-        shape_of(5120, 16384, 40, 32, 8, 131072, head_dim=128),
-        262144,
-        BLOCKS,
-        "nemotron.md",
-    ),
-    "a2d:0.6b": Checkpoint(
-        "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
-        "A2DQwen3LMHeadModel",
-        shape_of(1024, 3072, 28, 16, 8, 151936, True, head_dim=128),
-        40960,
-        "semi_autoregressive, low_confidence",
-        "a2d.md",
-    ),
-    "a2d:0.5b": Checkpoint(
-        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
-        "A2DQwen2LMHeadModel",
-        shape_of(896, 4864, 24, 14, 2, 151936, True),
-        32768,
-        "semi_autoregressive, low_confidence",
-        "a2d.md",
-    ),
-    "fast-dllm:1.5b": Checkpoint(
-        "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
-        "Fast_dLLM_QwenForCausalLM",
-        shape_of(1536, 8960, 28, 12, 2, 151936, True),
-        32768,
-        BLOCKS,
-        "fast-dllm.md",
-    ),
-    "fast-dllm:7b": Checkpoint(
-        "Efficient-Large-Model/Fast_dLLM_v2_7B",
-        "Fast_dLLM_QwenForCausalLM",
-        DREAM,
-        32768,
-        BLOCKS,
-        "fast-dllm.md",
-    ),
-}
+CHECKPOINTS: dict[str, Checkpoint] = {}
+
+
+def _list(
+    architecture: str,
+    context: int,
+    decoding: str,
+    page: str,
+    rows: dict[str, tuple[str, dict[str, Any]]],
+) -> None:
+    """Add checkpoints that share these facts: short name to hub name and shape."""
+    for name, (hub, shape) in rows.items():
+        facts = (architecture, shape, context, decoding, page)
+        CHECKPOINTS[name] = Checkpoint(hub, *facts)
+
+
+_list(
+    *("LLaDAModelLM", 4096, CACHED, "llada.md"),
+    {
+        "llada:8b": ("GSAI-ML/LLaDA-8B-Instruct", LLADA),
+        "llada:8b-base": ("GSAI-ML/LLaDA-8B-Base", LLADA),
+        "llada:1.5": ("GSAI-ML/LLaDA-1.5", LLADA),
+    },
+)
+_list(
+    *("DreamModel", 2048, CACHED, "dream.md"),
+    {
+        "dream:7b": ("Dream-org/Dream-v0-Instruct-7B", DREAM),
+        "dream:7b-base": ("Dream-org/Dream-v0-Base-7B", DREAM),
+        "diffucoder:7b": ("apple/DiffuCoder-7B-cpGRPO", DREAM),
+    },
+)
+_list(
+    *("SDARForCausalLM", 32768, BLOCKS, "sdar.md"),
+    {
+        "sdar:1.7b": ("JetLM/SDAR-1.7B-Chat", qwen3(2048, 6144, 28, 16)),
+        "sdar:4b": ("JetLM/SDAR-4B-Chat", qwen3(2560, 9728, 36, 32)),
+        "sdar:8b": ("JetLM/SDAR-8B-Chat", QWEN_8B),
+    },
+)
+_list(
+    *("SDARMoeForCausalLM", 32768, BLOCKS, "sdar.md"),
+    {"sdar:30b-a3b": ("JetLM/SDAR-30B-A3B-Chat", QWEN_MOE)},
+)
+_list(
+    *("IDLMForCausalLM", 32768, "introspective, sequential", "idlm.md"),
+    {
+        "idlm:8b": ("yifanyu/I-DLM-8B", QWEN_8B),
+        "idlm:32b": ("yifanyu/I-DLM-32B", qwen3(5120, 25600, 64, 64)),
+    },
+)
+_list(
+    *("WeDLMBiasedForCausalLM", 16384, "causal_window, entropy", "wedlm.md"),
+    {
+        "wedlm:7b": (
+            "tencent/WeDLM-7B-Instruct",
+            shape_of(3584, 18944, 28, 28, 4, 151936),
+        )
+    },
+)
+_list(
+    *("WeDLMForCausalLM", 16384, "causal_window, entropy", "wedlm.md"),
+    {"wedlm:8b": ("tencent/WeDLM-8B-Instruct", QWEN_8B)},
+)
+_list(
+    *("LLaDA2MoeModelLM", 32768, BLOCKS, "llada2.md"),
+    {
+        "llada2.0:mini": ("inclusionAI/LLaDA2.0-mini", MINI),
+        "llada2.0:flash": ("inclusionAI/LLaDA2.0-flash", FLASH),
+    },
+)
+_list(
+    *("LLaDA2MoeModelLM", 32768, EDITED, "llada2.md"),
+    {
+        "llada2.1:mini": ("inclusionAI/LLaDA2.1-mini", MINI),
+        "llada2.1:flash": ("inclusionAI/LLaDA2.1-flash", FLASH),
+    },
+)
+_list(
+    *("LLaDA22MoeModelLM", 131072, EDITED, "llada2.md"),
+    {
+        "llada2.2:mini": ("inclusionAI/LLaDA2.2-mini", MINI),
+        "llada2.2:flash": ("inclusionAI/LLaDA2.2-flash", FLASH),
+    },
+)
+_list(
+    *("LLaDAMoEModelLM", 8192, CACHED, "llada.md"),
+    {
+        "llada-moe:7b-a1b": (
+            "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+            shape_of(2048, 1024, 16, 16, 16, 157184, **EXPERTS_64),
+        )
+    },
+)
+_list(
+    *("RND1LM", 4096, "semi_autoregressive, entropy", "rnd1.md"),
+    {"rnd1:30b-a3b": ("radicalnumerics/RND1-Base-0910", QWEN_MOE)},
+)
+_list(
+    *("StableDiffcoderForCausalLM", 8192, BLOCKS, "stable-diffcoder.md"),
+    {
+        "stable-diffcoder:8b": (
+            "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
+            shape_of(4096, 14336, 32, 32, 8, 155136),
+        )
+    },
+)
+_list(
+    *("NemotronLabsDiffusionModel", 262144, BLOCKS, "nemotron.md"),
+    {
+        "nemotron-diffusion:3b": (
+            "nvidia/Nemotron-Labs-Diffusion-3B",
+            qwen3(3072, 9216, 26, 32, 131072),
+        ),
+        "nemotron-diffusion:8b": (
+            "nvidia/Nemotron-Labs-Diffusion-8B",
+            qwen3(4096, 14336, 34, 32, 131072),
+        ),
+        "nemotron-diffusion:14b": (
+            "nvidia/Nemotron-Labs-Diffusion-14B",
+            qwen3(5120, 16384, 40, 32, 131072),
+        ),
+    },
+)
+_list(
+    *("A2DQwen3LMHeadModel", 40960, "semi_autoregressive, low_confidence", "a2d.md"),
+    {
+        "a2d:0.6b": (
+            "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
+            shape_of(1024, 3072, 28, 16, 8, 151936, True, head_dim=128),
+        )
+    },
+)
+_list(
+    *("A2DQwen2LMHeadModel", 32768, "semi_autoregressive, low_confidence", "a2d.md"),
+    {
+        "a2d:0.5b": (
+            "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+            shape_of(896, 4864, 24, 14, 2, 151936, True),
+        )
+    },
+)
+_list(
+    *("Fast_dLLM_QwenForCausalLM", 32768, BLOCKS, "fast-dllm.md"),
+    {
+        "fast-dllm:1.5b": (
+            "Efficient-Large-Model/Fast_dLLM_v2_1.5B",
+            shape_of(1536, 8960, 28, 12, 2, 151936, True),
+        ),
+        "fast-dllm:7b": ("Efficient-Large-Model/Fast_dLLM_v2_7B", DREAM),
+    },
+)
 
 
 def hub_name(model: str) -> str:
