@@ -57,7 +57,6 @@ from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.platforms import refuse_platform
-from dllm_plugin.models.causal_configs import WeDLMConfig
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     UNKNOWN,
@@ -74,6 +73,7 @@ from dllm_plugin.models.checkpoints.weights import (
     check_checkpoint,
     count_parameters,
 )
+from dllm_plugin.models.configs import WeDLMConfig
 
 logger = init_logger("vllm.dllm_plugin")
 
