@@ -95,7 +95,7 @@ def test_seeds_and_scores(served: Served) -> None:
     choice = served.chat(**asked)
     scored = choice["logprobs"]["content"]
     assert len(scored) == len(choice["token_ids"])
-    for place in scored:
+    for place in scored[:-1]:  # the last one of RND1 is given
         assert place["logprob"] <= 0 and len(place["top_logprobs"]) == 2
 
 
