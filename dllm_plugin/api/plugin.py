@@ -12,7 +12,7 @@ from dllm_plugin.api import likelihood as likelihood_route
 from dllm_plugin.api.answers import Endpoints
 from dllm_plugin.api.body_checks import BodyChecks
 from dllm_plugin.api.routes import router
-from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.decode import get_decode_config, is_ours
 from dllm_plugin.decoding.families import FAMILIES, Family
 
 
@@ -38,7 +38,7 @@ class EndpointPlugin:
         if engine_client is None:
             return
         config = engine_client.vllm_config
-        if config.model_config.architecture in FAMILIES:
+        if config.model_config.architecture in FAMILIES and is_ours(config):
             begun_characters.install(engine_client)
             give_template_defaults(state, FAMILIES[config.model_config.architecture])
             tracing = await engine_client.is_tracing_enabled()

@@ -236,6 +236,12 @@ class Case:
         return value is not None and bool(value != getattr(DEFAULTS, parameter))
 
 
+def is_ours(vllm_config: "VllmConfig") -> bool:
+    """Return whether an engine decodes by diffusion; vLLM may have a class of its own."""
+    given: Any = vllm_config.additional_config
+    return isinstance(given, dict) and "dllm" in given
+
+
 def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
     """Return the resolved configuration that the hook stored in ``additional_config``."""
     resolved: dict[str, Any] = vllm_config.additional_config["dllm"]  # type: ignore[index]

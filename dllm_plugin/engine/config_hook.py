@@ -54,7 +54,7 @@ from dllm_plugin.config.scheduling import (
 )
 from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.engine import auto_dtype
+from dllm_plugin.engine import auto_dtype, builtin_models
 from dllm_plugin.engine.admission import leave_out_penalties, request_rules
 from dllm_plugin.engine.platforms import refuse_platform
 from dllm_plugin.models.checkpoints.lora import check_adapter
@@ -91,6 +91,11 @@ class DiffusionVllmConfig(VllmConfig):
     sees the choice.
     """
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore in another process, where our class may have to take vLLM's place."""
+        vars(self).update(state)
+        builtin_models.take_over_again(self)
+
     @property
     def use_v2_model_runner(self) -> bool:
         """Return True: only runner v2 has the hooks that we extend."""
@@ -114,6 +119,7 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         """Record whether the user left the dtype open."""
+        builtin_models.check_model(model_config)
         auto_dtype.close(model_config)
 
     @staticmethod
@@ -123,6 +129,8 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
         written = _written_options(vllm_config)
+        if builtin_models.serves(vllm_config, bool(written)):
+            return
         _refuse(vllm_config)
         config = _resolve(vllm_config, Options.from_user(written))
         _check(vllm_config, config, written)
@@ -359,6 +367,9 @@ def register_config_hooks(architectures: Iterable[str]) -> None:
 
     auto_dtype.register_convertors()
     for architecture in architectures:
+        before = MODELS_CONFIG_MAP.get(architecture)
+        if before is not DiffusionConfigHook:
+            builtin_models.remember(architecture, before)
         MODELS_CONFIG_MAP[architecture] = DiffusionConfigHook
     for architecture in TRANSFORMERS_BACKENDS:
         MODELS_CONFIG_MAP[architecture] = LeftToRightRefusal

@@ -21,7 +21,7 @@ from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, Schedule
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 
 from dllm_plugin.config.carriers import EndedRequest, StepWidth, unpack_reports
-from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.decode import get_decode_config, is_ours
 from dllm_plugin.decoding.widths import WIDTHS
 from dllm_plugin.models import ARCHITECTURES
 
@@ -143,7 +143,9 @@ class DenoisingMetrics(AggregateStatLoggerBase):
     ) -> None:
         model_config = vllm_config.model_config
         self.enabled = (
-            model_config is not None and model_config.architecture in ARCHITECTURES
+            model_config is not None
+            and model_config.architecture in ARCHITECTURES
+            and is_ours(vllm_config)
         )
         self._prom: SpecDecodingProm | None = None
         self._has_widths = False

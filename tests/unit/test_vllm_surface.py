@@ -197,6 +197,7 @@ SIGNATURES = {
     MODELS + "utils:WeightsMapper.apply": "self weights",
     "model_executor.models:ModelRegistry.register_model": "model_arch model_cls",
     "model_executor.models:ModelRegistry.get_supported_archs": "",
+    "model_executor.models:ModelRegistry.inspect_model_cls": "architectures model_config",
     "entrypoints.cli.serve:ServeSubcommand.subparser_init": "self subparsers",
     "entrypoints.cli.serve:ServeSubcommand.validate": "self args",
     "entrypoints.cli.serve:ServeSubcommand.cmd": "args",
