@@ -103,13 +103,10 @@ def test_self_speculation(overlapped: bool, room: EngineRoom) -> None:
     for case, output in zip(cases, outputs, strict=True):
         most = case["settings"]["max_new_tokens"]
         assert token_ids(output) == case["output_ids"][:most], case["id"]
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_grammars_do_not_depend_on_drafts(overlapped: bool, room: EngineRoom) -> None:
+    # Nor does a text under a grammar depend on drafts.
     ways = [{"dllm_block_length": 1}, {"dllm_block_length": 8}]
     ways.append({"dllm_block_length": 8, "dllm_threshold": 0.7})
-    same_for_any_drafts(room.start("nemotron", DRAFTS, overlapped), ways)
+    same_for_any_drafts(llm, ways)
 
 
 def test_drafts_with_an_adapter(room: EngineRoom) -> None:
@@ -124,6 +121,8 @@ def test_texts_do_not_depend_on_drafts(room: EngineRoom) -> None:
         {},
         {"temperature": 1.0, "seed": 3},
         {"temperature": 0.7, "seed": 4, "top_p": 0.8, "top_k": 20, "logprobs": 2},
+        {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "bad_words": ["ab"]},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3},
     ]
     for options in wishes:
         texts, scores = [], []

@@ -260,6 +260,25 @@ def test_penalties_and_bad_words_do_not_depend_on_drafts(
             assert word not in texts[0]
 
 
+def test_a_stop_string_ends_the_text_at_the_same_place(llm: Any) -> None:
+    """Whatever one forward committed; outputs grow, and are never taken back."""
+    prompt, asked = letters(14, 6), {"allowed_token_ids": LETTERS}
+    [free] = generate(llm, [prompt], params(30, **asked))
+    stop = free.outputs[0].text[11:13]
+    texts = []
+    for stride in STRIDES:
+        one = params(30, **asked, stop=[stop], dllm_block_length=stride)
+        llm.llm_engine.add_request("stopped", {"prompt_token_ids": prompt}, one)
+        seen = ""
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                assert output.outputs[0].text.startswith(seen)
+                seen = output.outputs[0].text
+        texts.append(seen)
+    text = free.outputs[0].text
+    assert texts == [text[: text.index(stop)]] * len(STRIDES)
+
+
 def test_penalties_are_those_of_causal_decoding(llm: Any) -> None:
     """Of vLLM's formulas, over the prompt and what follows it."""
     prompt = letters(14, 6)
