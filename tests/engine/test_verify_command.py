@@ -93,7 +93,7 @@ def check_same(
         ("nemotron", ["--strategy", "self_speculation", "--threshold", "0.6"]),
         ("idlm", []),
         ("wedlm", []),
-        ("wedlm-qwen2", ["--window", "8"]),
+        ("wedlm-qwen2", []),
     ],
     ids=lambda value: (
         value if isinstance(value, str) else "-".join(value).replace("--", "")
