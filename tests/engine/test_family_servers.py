@@ -29,9 +29,9 @@ ROWS = {
     "llada-moe": Row(32, has_gaps=True),
     "rnd1": Row(32, has_gaps=True),
     "a2d-qwen3": Row(32, has_gaps=True),
-    "nemotron": Row(grammars=False),
-    "idlm": Row(32, grammars=False),
-    "wedlm": Row(grammars=False),
+    "nemotron": Row(),
+    "idlm": Row(32),
+    "wedlm": Row(),
     "llada2.2": Row(scores=False, grammars=False),
 }
 
