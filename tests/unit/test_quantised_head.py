@@ -24,6 +24,7 @@ from dllm_plugin.models.checkpoints.quantised_head import (
     quantise_head,
     quantise_rows,
 )
+from dllm_plugin.models.checkpoints.unserved import refuse_unserved_files
 
 KINDS = pytest.mark.parametrize("kind", DTYPES)
 # Relative error of logits of random weights and hidden states.
@@ -150,6 +151,14 @@ def test_what_this_machine_cannot_do_is_refused(
     given = options | {"dtype": "bfloat16"}
     with pytest.raises(ValueError, match=sentence):
         vllm_config_for(checkpoints / "tiny-llada", **given)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gguf"])
+def test_formats_without_a_loader_are_named(method: str) -> None:
+    stored = {"quantization_config": {"quant_method": method}}
+    with pytest.raises(ValueError, match=f"some/model is stored as {method}, which"):
+        refuse_unserved_files("some/model", stored)
+    refuse_unserved_files("some/model", {"quantization_config": None})
 
 
 class Owner:

@@ -186,8 +186,17 @@ def _folder(model: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+WITHOUT_LOADER = ("bitsandbytes", "gguf")
+
+
 def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError as :func:`refuse_unserved`, by what lies in a folder or by a name."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method in WITHOUT_LOADER:
+        raise ValueError(
+            f"{model} is stored as {method}, which vLLM cannot load: take a checkpoint in FP8, "
+            "compressed-tensors, GPTQ or AWQ."
+        )
     folder, names = _folder(model), model_names(model)
     if isinstance(config.get("_name_or_path"), str):
         names |= model_names(config["_name_or_path"])
