@@ -219,18 +219,19 @@ class Lifecycle:
         self, scope: Message, receive: Receive, send: Send, cut: asyncio.Event
     ) -> None:
         """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
-        number = 0
+        number, streams = 0, False
 
         async def counting(message: Message) -> None:
-            nonlocal number
+            nonlocal number, streams
             number += message.get("body", b"").count(EVENT)
+            streams = streams or is_event_stream(message)
             await send(message)
 
         running = asyncio.ensure_future(self.app(scope, receive, counting))
         waiting = asyncio.ensure_future(cut.wait())
         try:
             await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or not number:
+            if running.done() or not streams:
                 await running
                 return
             running.cancel()
@@ -241,6 +242,12 @@ class Lifecycle:
         await send(
             {"type": "http.response.body", "body": error_event(scope["path"], number)}
         )
+
+
+def is_event_stream(message: Message) -> bool:
+    """Return whether a message of ASGI starts a stream of events."""
+    headers = dict(message.get("headers", ()))
+    return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 
 
 def error_event(path: str, number: int) -> bytes:

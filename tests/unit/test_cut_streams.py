@@ -8,6 +8,7 @@ import pytest
 
 from dllm_plugin.commands.server import CUT, App, Lifecycle, Message, Receive, Send
 
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 START = {"type": "http.response.start", "status": 200, "headers": []}
 PING = {
     "type": "http.response.body",
@@ -18,7 +19,7 @@ LAST = {"type": "http.response.body", "body": b"{}"}
 
 
 async def endless(scope: Message, receive: Receive, send: Send) -> None:
-    await send(dict(START))
+    await send(START | {"headers": [EVENTS]})
     while True:
         await send(dict(PING))
         await asyncio.sleep(0)
@@ -50,11 +51,11 @@ async def sent_by(app: App, path: str, cut_after: int) -> list[dict[str, Any]]:
     return sent
 
 
-def error_of(path: str) -> dict[str, Any]:
-    """The data of the event that ends a stream after three events."""
-    sent = asyncio.run(sent_by(endless, path, 4))
+def error_of(path: str, events: int) -> dict[str, Any]:
+    """The data of the event that ends a stream after so many events at least."""
+    sent = asyncio.run(sent_by(endless, path, 1 + events))
     *pings, last = sent[1:]
-    assert pings[:3] == [PING] * 3 and not last.get("more_body")
+    assert pings[:events] == [PING] * events and not last.get("more_body")
     event, data = last["body"].decode().strip().split("\n")
     assert event == "event: error"
     found: dict[str, Any] = json.loads(data.removeprefix("data: "))
@@ -63,13 +64,15 @@ def error_of(path: str) -> dict[str, Any]:
     return found
 
 
-def test_anthropic_messages() -> None:
-    error = error_of("/v1/messages")["error"]
+@pytest.mark.parametrize("events", [0, 3])
+def test_anthropic_messages(events: int) -> None:
+    error = error_of("/v1/messages", events)["error"]
     assert error == {"type": "overloaded_error", "message": CUT}
 
 
-def test_responses() -> None:
-    error = error_of("/v1/responses")
+@pytest.mark.parametrize("events", [0, 3])
+def test_responses(events: int) -> None:
+    error = error_of("/v1/responses", events)
     assert error["type"] == "error" and error["message"] == CUT
     assert error["code"] == "server_error"
 
