@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import forked  # noqa: E402
 import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, MASK_IDS, EngineRoom, named_engines  # noqa: E402
-from processes import KEYED, Server, serving  # noqa: E402
+from processes import KEYED, KILLED_SOON, Server, serving  # noqa: E402
 
 from dllm_plugin import default_model  # noqa: E402
 from dllm_plugin.reference.model import PlainModel  # noqa: E402
@@ -93,6 +93,16 @@ def room() -> Iterator[EngineRoom]:
     room = EngineRoom()
     yield room
     room.close()
+
+
+@pytest.fixture(scope="module")
+def workers_end_soon(room: EngineRoom) -> Iterator[None]:
+    """Workers of engines in this process end within a second, and before the next module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in KILLED_SOON.items():
+            patch.setenv(name, value)
+        yield
+        room.close()
 
 
 @pytest.fixture

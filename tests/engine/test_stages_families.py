@@ -1,0 +1,175 @@
+"""Recorded decodes of every family through two stages of a pipeline, and more through four."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import block_cases
+import full_goldens
+import full_jobs
+import made_checkpoints
+import pytest
+import test_causal_goldens
+import test_causal_window
+import test_full_goldens
+import test_full_memory
+import test_grid_goldens
+import test_introspective
+import test_structure_goldens
+from engines import (
+    CHECKPOINTS,
+    EngineRoom,
+    free_pages,
+    generate,
+    letters,
+    num_preemptions,
+    params,
+    results,
+)
+from test_adapters import LORA, PROMPTS, request
+from test_adapters import tokens as adapted
+from trained_adapters import write_adapter
+
+pytestmark = [
+    pytest.mark.usefixtures("template", "workers_end_soon"),
+    pytest.mark.slow,
+]
+
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+}
+
+
+class Recorded(NamedTuple):
+    """Cases of a checkpoint, and the module whose `wish` and `check` they have."""
+
+    checkpoint: str
+    dllm: dict[str, Any]
+    cases: list[Any]
+    module: Any
+
+
+def recorded(name: str) -> Recorded:
+    """The cases that stages serve: by name of a checkpoint, or family and strategy."""
+    family, _, strategy = name.partition(" ")
+    if family in test_grid_goldens.FILES:
+        cases = test_grid_goldens.cases_of(family)
+        return Recorded(family, test_grid_goldens.CANVAS, cases, test_grid_goldens)
+    if family in block_cases.FILES:
+        cases = block_cases.cases_of(family)
+        cases = [c for c in cases if not c["settings"].get("use_block_cache")]
+        return Recorded(family, block_cases.CANVAS.get(family, {}), cases, block_cases)
+    if family == "idlm":
+        cases = test_introspective.cases()
+        return Recorded(family, {"canvas_length": 32}, cases, test_introspective)
+    if family.startswith("wedlm"):
+        cases = test_causal_window.cases(family)
+        return Recorded(family, {}, cases, test_causal_window)
+    assert family == "llada2.2"
+    return Recorded(family, {}, test_structure_goldens.cases(), test_structure_goldens)
+
+
+def check_recorded(name: str, room: EngineRoom, **options: Any) -> None:
+    """All cases together give the tokens and the forwards of the reference."""
+    checkpoint, dllm, cases, module = recorded(name)
+    llm = room.start(checkpoint, dllm, **options)
+    prompts = [case["prompt_ids"] for case in cases]
+    outputs = generate(llm, prompts, [module.wish(case) for case in cases])
+    for case, output in zip(cases, outputs, strict=True):
+        module.check(case, output)
+
+
+def check_full(family: str, strategy: str, room: EngineRoom, **options: Any) -> None:
+    """The same under full attention, without guidance."""
+    cases = []
+    for case in full_goldens.cases_of(family, strategy):
+        guided = case.record["settings"].get("cfg_scale", 0) > 0
+        if not (case.is_random or guided):
+            cases.append(case)
+    llm = test_full_goldens.start(room, (family, strategy), **options)
+    wishes = [test_full_goldens.wish_for(case) for case in cases]
+    outputs = generate(llm, [case.prompt for case in cases], wishes)
+    for case, output in zip(cases, outputs, strict=True):
+        test_full_goldens.check(case, output)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sdar-moe",
+        "llada2.0",
+        "llada2.1",
+        "llada2.2",
+        "stable-diffcoder",
+        "a2d-qwen3",
+        "fast-dllm-v2",
+        "fast-dllm-v2-tied",
+        "idlm",
+        "wedlm",
+        "wedlm-qwen2",
+    ],
+)
+def test_blocks(name: str, room: EngineRoom) -> None:
+    check_recorded(name, room, async_scheduling=True, **STAGES)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("llada", "dual_cache"),
+        ("dream", "prefix_cache"),
+        ("llada-moe", "semi_autoregressive"),
+        ("rnd1", "semi_autoregressive"),
+    ],
+)
+def test_full_attention(family: str, strategy: str, room: EngineRoom) -> None:
+    check_full(family, strategy, room, async_scheduling=True, **STAGES)
+
+
+def test_drafts_with_an_adapter(room: EngineRoom) -> None:
+    """Each stage adapts its own layers, in rows of drafts only."""
+    options, cases = test_causal_goldens.ADAPTED, test_causal_goldens.drafted(True)
+    llm = room.start("nemotron", options, True, **STAGES)
+    test_causal_goldens.alone_and_together(llm, cases)
+
+
+def test_without_asynchronous_scheduling(room: EngineRoom) -> None:
+    check_recorded("sdar", room, **STAGES)
+    check_full("llada", "dual_cache", room, **STAGES)
+
+
+def test_preempted_under_full_attention(room: EngineRoom) -> None:
+    """Pages for two whole texts; what comes back begins its block again, on both stages."""
+    decoder = ("llada", "dual_cache")
+    few = {"block_size": 32, "num_gpu_blocks_override": 10}
+    options = few | STAGES | {"async_scheduling": True}
+    llm = full_jobs.start(room, decoder, canvas=32, **options)
+    before, pages = num_preemptions(llm), free_pages(llm)
+    jobs = test_full_memory.small_blocks(decoder, 10)
+    test_full_memory.check_text(decoder, jobs, full_jobs.run(llm, jobs), canvas=32)
+    assert num_preemptions(llm) > before and free_pages(llm) == pages
+
+
+def test_adapters(room: EngineRoom, tmp_path: Path) -> None:
+    """An adapter that requests choose, and one that is merged: each stage has its layers'."""
+    checkpoint = CHECKPOINTS / "tiny-sdar"
+    adapter = write_adapter(tmp_path / "one", checkpoint, ["q_proj", "up_proj"], 1)
+    options: list[tuple[dict[str, Any], dict[str, Any], Any]] = [
+        ({}, LORA, [request(adapter)] * len(PROMPTS)),
+        ({"lora_path": str(adapter)}, {}, None),
+    ]
+    for dllm, more, chosen in options:
+        wanted = adapted(room.start("sdar", dllm, **more), chosen)
+        assert adapted(room.start("sdar", dllm, **more, **STAGES), chosen) == wanted
+
+
+def test_four_stages(room: EngineRoom, tmp_path: Path) -> None:
+    """A layer each."""
+    folder = made_checkpoints.make_a2d(tmp_path / "a2d", "Qwen2", num_hidden_layers=4)
+    options = {"model": str(folder), "async_scheduling": True}
+    prompts = [letters(length, length) for length in (1, 9, 32, 70, 5, 40)]
+    found = []
+    for more in ({}, STAGES | {"pipeline_parallel_size": 4}):
+        llm = room.start("a2d-qwen2", test_grid_goldens.CANVAS, **options, **more)
+        found.append(results(generate(llm, prompts, params(40))))
+    assert found[0] == found[1]
