@@ -64,6 +64,8 @@ LONGEST = (
     "engine/test_grid_goldens.py",
     "engine/test_bundled.py",
     "engine/test_parallel.py",
+    "engine/test_stages_families.py",
+    "engine/test_stages.py",
     "engine/test_full_ahead.py",
     "engine/test_omni_pipelines.py",
     "engine/test_omni_hidden_states.py",
