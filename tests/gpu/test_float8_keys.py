@@ -115,7 +115,8 @@ def test_a_rewritten_canvas_leaves_committed_bytes(family):
     assert scales == after == [1.0] * len(layers)
 
 
-def test_the_bundled_model_with_a_cascade(cascade):
+def test_the_bundled_model_with_a_cascade(cascade, monkeypatch):
+    monkeypatch.setattr("dllm_plugin.attention.cascade.FLOAT8_CASCADE", True)
     options = bundled_options(evaluate.ways()["D2F, threshold 0.9"])
     more = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     engine = evaluate.start_in_process(options | more)

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.attention import backends as choice
-from dllm_plugin.attention import registry
+from dllm_plugin.attention import cascade, registry
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.flash import (
     SegmentFlashBackend,
@@ -75,6 +75,8 @@ def test_where_a_cascade_is_taken(
     layers["x"].query_quant = torch.nn.Identity()
     assert not taken()
     layers["x"].query_quant = None
+    assert not taken()
+    monkeypatch.setattr(cascade, "FLOAT8_CASCADE", True)
     assert taken()
     engine_config.cache_config.cache_dtype = "auto"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
