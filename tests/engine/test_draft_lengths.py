@@ -115,7 +115,6 @@ def test_other_strategies_choose_no_length(room: EngineRoom) -> None:
     assert canvas_states(llm).config.draft_rows == ()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron", "idlm", "wedlm"])
 def test_compiled_steps_take_the_same_decisions(name: str, room: EngineRoom) -> None:
     """Traced and not translated; nothing is compiled once requests run."""
