@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -39,8 +38,6 @@ MAX_HEADS_PER_KV_HEAD = 1
 LAUNCH_COST = 21_845
 # Merging the results of this many canvas positions costs as much as reading the context once more.
 POSITIONS_PER_READ = 80
-# Not yet timed: results that are merged from float8 keys.
-FLOAT8_CASCADE = False
 
 
 class CanvasSuffix(ModelSpecificAttnMetadata):
@@ -70,22 +67,16 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     Of blocks those that compute whole canvases in full graphs, of floating canvases those in which
     each computes as many positions. Empty: none is.
 
-    It needs FlashAttention 3, and for a float8 cache FLOAT8_CASCADE and layers that rotate in
-    attention: these convert fresh keys too. It is left out where results may not depend on how many
-    requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards of their
-    own: such a step may see canvas keys that earlier steps computed, and the suffix has only those
-    of this forward. And where the last block ends with the text: the suffix counts whole blocks.
+    It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
+    how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
+    of their own: such a step may see canvas keys that earlier steps computed, and the suffix has
+    only those of this forward. And where the last block ends with the text: the suffix counts whole
+    blocks.
     """
     chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
-    if not chosen or envs.VLLM_BATCH_INVARIANT:
+    if not chosen or quantised or envs.VLLM_BATCH_INVARIANT:
         return {}
-    launch_cost, positions_per_read = LAUNCH_COST, POSITIONS_PER_READ
-    if quantised:
-        if not (FLOAT8_CASCADE and _converts_fresh_keys(vllm_config)):
-            return {}
-        # A read of the context takes half the time.
-        launch_cost, positions_per_read = 2 * LAUNCH_COST, POSITIONS_PER_READ // 2
     model, config = vllm_config.model_config, get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
     heads = model.get_num_attention_heads(parallel)
@@ -104,16 +95,10 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     most = vllm_config.scheduler_config.max_num_seqs
     found = {}
     for length, sequences in blocks.items():
-        reads_saved = sequences - 1 - length / positions_per_read
-        if reads_saved > 0 and math.ceil(launch_cost / (reads_saved * numbers)) <= most:
-            found[length] = math.ceil(launch_cost / (reads_saved * numbers))
+        reads_saved = sequences - 1 - length / POSITIONS_PER_READ
+        if reads_saved > 0 and math.ceil(LAUNCH_COST / (reads_saved * numbers)) <= most:
+            found[length] = math.ceil(LAUNCH_COST / (reads_saved * numbers))
     return found
-
-
-def _converts_fresh_keys(vllm_config: VllmConfig) -> bool:
-    """Return whether attention converts queries, keys and values to float8, in every layer."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
-    return bool(layers) and all(layer.query_quant is None for layer in layers)
 
 
 class CascadeBuffers:

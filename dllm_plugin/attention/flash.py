@@ -159,13 +159,13 @@ class SegmentFlashImpl(FlashAttentionImpl):
         # Memory profiles have none.
         if self.rotation is not None and attn_metadata is not None:
             assert ours is not None
-            query, key, value = self._rotate(layer, query, key, value, kv_cache, ours)
+            query, key = self._rotate(layer, query, key, value, kv_cache, ours)
         if suffix is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
             return super().forward(layer, query, key, value, *rest)
         assert output_scale is None and output_block_scale is None
         self._forward_cascade(
-            layer, query, key, value, kv_cache, attn_metadata, suffix, output
+            query, key, value, kv_cache, attn_metadata, suffix, output
         )
         return output
 
@@ -177,10 +177,10 @@ class SegmentFlashImpl(FlashAttentionImpl):
         value: Tensor,
         kv_cache: Tensor,
         metadata: SegmentFlashMetadata,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate and store; return what attention takes, float8 if the cache is.
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate and store; return queries, float8 if the cache is, and keys.
 
-        Without a cascade keys and values come back as they were: attention reads the cache.
+        Without a cascade keys come back as they were: attention reads the cache.
         """
         assert self.rotation is not None and metadata.positions is not None
         dtype, scales = query.dtype, None
@@ -189,11 +189,9 @@ class SegmentFlashImpl(FlashAttentionImpl):
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             dtype = FLOAT8
         rotated = query.new_empty(query.shape, dtype=dtype)
-        fresh_key = fresh_value = None
-        if metadata.canvas_suffix is not None:
-            fresh_key = key.new_empty(key.shape, dtype=dtype)
-            if scales is not None:
-                fresh_value = value.new_empty(value.shape, dtype=dtype)
+        # Only a cascade reads fresh keys from anywhere but the cache.
+        has_suffix = metadata.canvas_suffix is not None
+        fresh = key.new_empty(key.shape) if has_suffix else None
         rotate_and_store(
             query,
             key,
@@ -203,19 +201,13 @@ class SegmentFlashImpl(FlashAttentionImpl):
             kv_cache,
             metadata.slot_mapping,
             rotated,
-            fresh_key,
-            fresh_value,
+            fresh,
             scales,
         )
-        if fresh_key is not None:
-            key = fresh_key
-        if fresh_value is not None:
-            value = fresh_value
-        return rotated, key, value
+        return rotated, key if fresh is None else fresh
 
     def _forward_cascade(
         self,
-        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -231,8 +223,6 @@ class SegmentFlashImpl(FlashAttentionImpl):
         assert self.vllm_flash_attn_version is not None
         num_tokens = attn_metadata.num_actual_tokens
         fresh = (x[:num_tokens].unflatten(0, (-1, suffix.length)) for x in (key, value))
-        if is_quantized_kv_cache(self.kv_cache_dtype):
-            kv_cache = kv_cache.view(FLOAT8)
         pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         # One KV head per rank leaves strides that FlashAttention's bulk copies refuse.
         keys, values, new_keys, new_values = map(
@@ -255,7 +245,6 @@ class SegmentFlashImpl(FlashAttentionImpl):
             scheduler_metadata=attn_metadata.scheduler_metadata,
             num_splits=attn_metadata.max_num_splits,
             **shared,
-            **self._descales(layer, attn_metadata.seq_lens),
         )
         # Each canvas is a page: a block table of one entry, the request, leads to it.
         suffix_out, suffix_lse = flash_attn_varlen_func(
@@ -267,22 +256,10 @@ class SegmentFlashImpl(FlashAttentionImpl):
             block_table=suffix.request,
             num_splits=1,
             **shared,
-            **self._descales(layer, suffix.keys),
         )
         merge_attn_states(
             output[:num_tokens], prefix_out, prefix_lse, suffix_out, suffix_lse
         )
-
-    def _descales(self, layer: Any, seq_lens: Tensor) -> dict[str, Any]:
-        """Return the scales ``[sequences, K]`` of a float8 cache, and of queries; else nothing."""
-        if not is_quantized_kv_cache(self.kv_cache_dtype):
-            return {}
-        shape = len(seq_lens), self.num_kv_heads
-        return {
-            "q_descale": layer._q_scale.expand(shape),
-            "k_descale": layer._k_scale.expand(shape),
-            "v_descale": layer._v_scale.expand(shape),
-        }
 
 
 class SegmentFlashBackend(FlashAttentionBackend):

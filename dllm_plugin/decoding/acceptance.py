@@ -18,10 +18,8 @@ PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
 MOST_STEPS = 20_000.0  # what came before them is forgotten
 FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that width
 SHARES = np.linspace(0.0, 0.99, 100)
-FIRST_SHARE, FIRST_DRAFTS = (
-    0.85,
-    4.0,
-)  # the first guess, and how many drafts it counts for
+FIRST_SHARE = 0.85  # a guess
+FIRST_DRAFTS = 4.0  # how many drafts the guess counts for
 FADE = 1 - 1 / 512  # of what earlier steps have shown, with each step
 
 

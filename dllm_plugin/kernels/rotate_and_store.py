@@ -48,7 +48,6 @@ def rotate_kernel(
     token_stride,
     query_out_ptr,
     key_out_ptr,
-    value_out_ptr,
     query_scale_ptr,
     key_scale_ptr,
     value_scale_ptr,
@@ -113,20 +112,13 @@ def rotate_kernel(
         tl.store(place, rotated_low, mask=stored)
         tl.store(place + HALF, rotated_high, mask=stored)
         row = value_ptr + token * value_stride + head * 2 * HALF + d
-        needed = stored
-        if value_out_ptr is not None:
-            needed = mask
-        value_low = tl.load(row, mask=needed)
-        value_high = tl.load(row + HALF, mask=needed)
+        value_low = tl.load(row, mask=stored)
+        value_high = tl.load(row + HALF, mask=stored)
         if value_scale_ptr is not None:
             scale_at, real = value_scale_ptr + head * PER_HEAD, head < KV_HEADS
             value_scale = tl.load(scale_at, mask=real, other=1.0)
             value_low = to_float8(tl.div_rn(value_low.to(tl.float32), value_scale))
             value_high = to_float8(tl.div_rn(value_high.to(tl.float32), value_scale))
-        if value_out_ptr is not None:
-            out = value_out_ptr + (token * KV_HEADS + head) * 2 * HALF + d
-            tl.store(out, value_low, mask=mask)
-            tl.store(out + HALF, value_high, mask=mask)
         tl.store(place + 2 * HALF, value_low, mask=stored)
         tl.store(place + 3 * HALF, value_high, mask=stored)
 
@@ -141,7 +133,6 @@ def rotate_and_store(
     slot_T: Tensor,
     query_out: Tensor,
     key_out: Tensor | None,
-    value_out: Tensor | None = None,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Rotate and store as the reference does; the cache's last axis must be dense."""
@@ -150,7 +141,7 @@ def rotate_and_store(
     for x in (query, key, value):
         assert x.stride()[1:] == (head, 1), "heads must lie one after the other"
     assert cache.stride(3) == 1 and cache.shape[3] == 2 * head
-    for out in (query_out, key_out, value_out):
+    for out in (query_out, key_out):
         assert out is None or out.is_contiguous()
     per_head = False
     if scales is not None:
@@ -175,7 +166,6 @@ def rotate_and_store(
             cache.stride(2),
             query_out,
             key_out,
-            value_out,
             *(scales or (None, None, None)),
             PER_HEAD=per_head,
             HEADS=heads,
@@ -199,7 +189,6 @@ def rotate_and_store_reference(
     slot_T: Tensor,
     query_out: Tensor,
     key_out: Tensor | None,
-    value_out: Tensor | None = None,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Rotate queries and keys by halves, and store keys and values.
@@ -213,8 +202,8 @@ def rotate_and_store_reference(
         cache: ``[P, K, N, 2 * D]``, keys before values; with scales float8 or its bytes.
         slot_T: int64, token of the cache; -1 is not stored. May be shorter than T: the rest is not
             stored either.
-        query_out, key_out, value_out: receive the rotated queries and keys, and the values, of the
-            cache's type; None: they are only stored.
+        query_out, key_out: receive the rotated queries and keys, of the cache's type; None: keys
+            are only stored.
         scales: float32 scales of queries, keys and values, one number or ``[K]``; None: nothing is
             converted to float8.
     """
@@ -236,8 +225,6 @@ def rotate_and_store_reference(
     query_out.copy_(rotated_query)
     if key_out is not None:
         key_out.copy_(rotated_key)
-    if value_out is not None:
-        value_out.copy_(value)
 
 
 def _to_float8(x: Tensor) -> Tensor:

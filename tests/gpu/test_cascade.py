@@ -1,7 +1,4 @@
-"""Cascade attention gives what one sequence per block gives, also replayed from a graph.
-
-In bf16, and in float8, where softmax weights are rounded to float8 too.
-"""
+"""Cascade attention gives what one sequence per block gives, bf16, also replayed from a graph."""
 
 import numpy as np
 import pytest
@@ -26,19 +23,12 @@ def common(starts, seen, tables, canvas):
     }
 
 
-def to_float8(x, scale):
-    """Numbers divided by their scale, as float8."""
-    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-# A float8 weight is at most a sixteenth off, in each of both results.
-@pytest.mark.parametrize(("cached", "tolerance"), [("auto", 2e-2), ("fp8", 0.4)])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)])
 @pytest.mark.parametrize(
     ("canvas", "length"),
     [(64, 16), (64, 32), (64, 24), (32, 20), (8, 5), (3, 2), (2, 1)],
 )
-def test_cascade(heads, canvas, length, cached, tolerance):
+def test_cascade(heads, canvas, length):
     """Canvases in blocks, and run and window of short ones that float."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
@@ -54,24 +44,18 @@ def test_cascade(heads, canvas, length, cached, tolerance):
     # As they come from one projection.
     key, value = torch.randn(tokens, 2, heads[1], HEAD, **options).unbind(1)
     cache = torch.randn(requests * pages, heads[1], PAGE, 2 * HEAD, **options)
-    scales = [torch.full((1,), scale, device="cuda") for scale in (0.5, 0.25, 2.0)]
-    if cached == "fp8":
-        cache = to_float8(cache, scales[1]).view(torch.uint8)
     table = torch.randperm(requests * pages, device="cuda").int().view(requests, pages)
     with set_current_vllm_config(VllmConfig()):
         impl = SegmentFlashImpl(
-            heads[0], HEAD, HEAD**-0.5, heads[1], None, None, cached
+            heads[0], HEAD, HEAD**-0.5, heads[1], None, None, "auto"
         )
     layer = torch.nn.Module()
-    layer._q_scale, layer._k_scale, layer._v_scale = scales
+    layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(1, device="cuda")
     place = torch.tensor(contexts, device="cuda")[:, None] + torch.arange(
         canvas, device="cuda"
     )
     slots = table.gather(1, place // PAGE).long() * PAGE + place % PAGE
     impl.do_kv_cache_update(layer, key, value, cache, slots.flatten())
-    expected, found = torch.empty_like(query), torch.empty_like(query)
-    if cached == "fp8":
-        query, key, value = map(to_float8, (query, key, value), scales)
 
     stops = np.minimum(np.arange(1, canvas // length + 2) * length, canvas)
     stops_RS = np.tile(stops, (requests, 1))
@@ -84,6 +68,7 @@ def test_cascade(heads, canvas, length, cached, tolerance):
     plain = FlashAttentionMetadata(
         **common(starts, seen, table[request_B], canvas), **slot_mapping
     )
+    expected, found = torch.empty_like(query), torch.empty_like(query)
     impl.forward(layer, query, key, value, cache, plain, expected)
 
     suffix = CanvasSuffix(
@@ -97,8 +82,7 @@ def test_cascade(heads, canvas, length, cached, tolerance):
         **common(bounds, contexts, table, canvas), **slot_mapping, canvas_suffix=suffix
     )
     impl.forward(layer, query, key, value, cache, cascade, found)
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    assert (found - expected).abs().mean() < tolerance / 10
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
     graph = torch.cuda.CUDAGraph()
     cascade.seq_lens.zero_()
@@ -107,4 +91,4 @@ def test_cascade(heads, canvas, length, cached, tolerance):
     cascade.seq_lens.copy_(torch.tensor(contexts))
     found.fill_(torch.nan)
     graph.replay()
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)

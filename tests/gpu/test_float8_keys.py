@@ -14,10 +14,6 @@ from test_flash_graphs import cascade as cascade
 from test_flash_graphs import in_process as in_process
 from test_flash_graphs import pytestmark as pytestmark
 
-from diffuplug_bench.eval import scores as evaluate
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
-from dllm_plugin.commands.offline import bundled_options
-
 FAMILIES = ("sdar", "llada")
 MANY, REWRITES, BLOCK = 64, 10, 16
 # A position in each forward; the second kind in the order of the text.
@@ -113,18 +109,3 @@ def test_a_rewritten_canvas_leaves_committed_bytes(family):
     changed = torch.stack(steps).any(dim=0).any(dim=2).any(dim=0)
     assert int((present & ~changed).sum()) >= 4 * BLOCK
     assert scales == after == [1.0] * len(layers)
-
-
-def test_the_bundled_model_with_a_cascade(cascade, monkeypatch):
-    monkeypatch.setattr("dllm_plugin.attention.cascade.FLOAT8_CASCADE", True)
-    options = bundled_options(evaluate.ways()["D2F, threshold 0.9"])
-    more = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    engine = evaluate.start_in_process(options | more)
-    sequences = worker_of(engine).model_runner.model_state.sequences
-    assert sequences.cascade_from
-    before = sequences.cascade.context.clone()
-    problems = [problem(seed) for seed in eval_seeds(100)]
-    score = evaluate.decode(engine, problems, evaluate.MAX_TOKENS, False)
-    assert (sequences.cascade.context != before).any()
-    end(engine)
-    assert score.accuracy >= 0.98 and score.tokens_per_forward > 20

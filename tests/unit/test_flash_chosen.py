@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 from flash_configs import FLASH, TRITON, config_with_graphs
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm_plugin.attention import backends as choice
-from dllm_plugin.attention import cascade, registry
+from dllm_plugin.attention import registry
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.flash import (
     SegmentFlashBackend,
@@ -69,15 +68,6 @@ def test_where_a_cascade_is_taken(
     given["dllm"] = options
     engine_config.cache_config.cache_dtype = "fp8"
     assert not taken()
-    layers = engine_config.compilation_config.static_forward_context
-    with set_current_vllm_config(engine_config):
-        layers["x"] = Attention(2, 64, 1.0, 2)
-    layers["x"].query_quant = torch.nn.Identity()
-    assert not taken()
-    layers["x"].query_quant = None
-    assert not taken()
-    monkeypatch.setattr(cascade, "FLOAT8_CASCADE", True)
-    assert taken()
     engine_config.cache_config.cache_dtype = "auto"
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not taken()
@@ -99,13 +89,6 @@ def test_where_a_cascade_is_taken(
         given["dllm"] = in_blocks(block, block * blocks)
         found = cascade_from(engine_config, 3)
         assert found == ({} if fewest is None else {block * blocks: fewest})
-    # Float8 keys take half as long to read.
-    engine_config.cache_config.cache_dtype = "fp8"
-    for block, blocks, fewest in ((16, 2, 54), (16, 4, 8), (32, 4, None), (8, 8, 2)):
-        given["dllm"] = in_blocks(block, block * blocks)
-        found = cascade_from(engine_config, 3)
-        assert found == ({} if fewest is None else {block * blocks: fewest})
-    engine_config.cache_config.cache_dtype = "auto"
     engine_config.scheduler_config.max_num_seqs = 1
     given["dllm"] = in_blocks(32, 256)
     assert not cascade_from(engine_config, 3)

@@ -25,6 +25,19 @@ from dllm_plugin.decoding.widths import WidthController, widths_between
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 
+logger = init_logger("vllm.dllm_plugin")
+
+MEASURED = (
+    "%s are chosen by the times of steps, measured when their graphs were captured and "
+    "corrected as steps run."
+)
+MODELLED = "%s are chosen by a model of step costs: no measured times were found."
+NO_FULL_GRAPHS = (
+    "Under cudagraph_mode %s widths have no full CUDA graphs, so each forward is launched piece by "
+    "piece, which makes small steps slower and keeps them from being measured: use "
+    "FULL_AND_PIECEWISE%s."
+)
+
 SMOOTHING = 1 / 64  # of steps
 LEAST, MOST = 0.5, 2.0
 
@@ -66,20 +79,6 @@ class StepClock:
         ratio = 1000 * (now - before) / step.predicted_ms
         self.scale += SMOOTHING * (min(max(ratio, LEAST), MOST) - self.scale)
         return step.requests, step.width, ratio
-
-
-logger = init_logger("vllm.dllm_plugin")
-
-MEASURED = (
-    "%s are chosen by the times of steps, measured when their graphs were captured and "
-    "corrected as steps run."
-)
-MODELLED = "%s are chosen by a model of step costs: no measured times were found."
-NO_FULL_GRAPHS = (
-    "Under cudagraph_mode %s widths have no full CUDA graphs, so each forward is launched piece by "
-    "piece, which makes small steps slower and keeps them from being measured: use "
-    "FULL_AND_PIECEWISE%s."
-)
 
 
 def warn_without_graphs(vllm_config: VllmConfig) -> None:

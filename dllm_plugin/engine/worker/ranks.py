@@ -14,9 +14,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin import __version__
 
-END_SECONDS = (
-    10.0  # vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start
-)
+# vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start.
+END_SECONDS = 10.0
 
 
 def compare_options(vllm_config: VllmConfig) -> None:
