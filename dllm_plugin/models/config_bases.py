@@ -11,70 +11,6 @@ from transformers import (
 )
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-# Options of the training code that no published checkpoint uses: key -> the value that we serve.
-# `None` (key absent or null) always means the published default.
-LLADA_FIXED: dict[str, Any] = {
-    "activation_type": "silu",
-    "alibi": False,
-    "attention_layer_norm": False,
-    "bias_for_layer_norm": False,
-    "block_group_size": 1,
-    "block_type": "llama",
-    "clip_qkv": None,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
-    "layer_norm_type": "rms",
-    "layer_norm_with_affine": True,
-    "multi_query_attention": False,
-    "rope": True,
-    "scale_logits": False,
-}
-QWEN_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "use_mrope": False,
-    "use_sliding_window": False,
-}
-LLADA_MOE_FIXED: dict[str, Any] = {
-    "attention_bias": False,
-    "clip_qkv": None,
-    "hidden_act": "silu",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_score_function": "softmax",
-    "partial_rotary_factor": 1,
-    "qk_layernorm": True,
-    "rope_scaling": None,
-    "routed_scaling_factor": 1,
-    "router_num_group": None,
-    "router_topk_group": None,
-    "shared_expert_intermediate_size": 0,
-}
-SDAR_FIXED = QWEN_FIXED | {"attention_bias": False}
-LLAMA_FIXED: dict[str, Any] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "mlp_bias": False,
-}
-NEMOTRON_FIXED = LLAMA_FIXED | {
-    "dlm_paradigm": "bidirectional",
-    "sliding_window": None,
-}
-LLADA2_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
-    "moe_router_enable_expert_bias": True,
-    "norm_head": False,
-    "norm_softmax": False,
-    "norm_topk_prob": True,  # the authors' code normalises whatever the key's value
-    "router_dtype": "fp32",
-    "score_function": "sigmoid",
-    "use_bias": False,
-    "use_qk_norm": True,
-    "use_qkv_bias": False,
-    "use_rmsnorm": True,
-    "use_sliding_window": False,
-    "using_split_qkv_in_self_attention": False,
-}
-
 
 def refuse_variants(
     model: str, values: Mapping[str, Any], fixed: Mapping[str, Any]
@@ -96,6 +32,8 @@ class DiffusionConfig(PreTrainedConfig):
     """
 
     label: ClassVar[str] = ""
+    # Options of the training code that no published checkpoint uses, and the values that we serve.
+    # `None` (key absent or null) always means the published default.
     fixed: ClassVar[Mapping[str, Any]] = {}
     # Of repositories that ship Python code for theirs; else tokenizer_config.json names it.
     tokenizer: ClassVar[type[PreTrainedTokenizerBase] | None] = None
@@ -116,18 +54,26 @@ class DiffusionConfig(PreTrainedConfig):
 class OfQwen2(DiffusionConfig, Qwen2Config):
     """Read the keys of a Qwen2."""
 
-    fixed = QWEN_FIXED
+    fixed = {
+        "hidden_act": "silu",
+        "use_mrope": False,
+        "use_sliding_window": False,
+    }
     default_theta = 1000000.0
 
 
 class OfQwen3(DiffusionConfig, Qwen3Config):
     """Read the keys of a Qwen3."""
 
-    fixed = SDAR_FIXED
+    fixed = {**OfQwen2.fixed, "attention_bias": False}
     default_theta = 1000000.0
 
 
 class OfLlama(DiffusionConfig, LlamaConfig):
     """Read the keys of a Llama."""
 
-    fixed = LLAMA_FIXED
+    fixed = {
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+    }

@@ -7,22 +7,13 @@ from transformers.models.ministral3.configuration_ministral3 import Ministral3Co
 
 from dllm_plugin.models.checkpoints.unserved import with_architecture
 from dllm_plugin.models.config_bases import (
-    LLADA_FIXED,
-    NEMOTRON_FIXED,
     DiffusionConfig,
     OfLlama,
     OfQwen2,
     OfQwen3,
     refuse_variants,
 )
-from dllm_plugin.models.mixture_configs import (
-    LLaDA2Config,
-    LLaDA2VeomniConfig,
-    LLaDA21Config,
-    LLaDAMoEConfig,
-    RND1Config,
-    SDARMoeConfig,
-)
+from dllm_plugin.models.mixture_configs import MIXTURES, LLaDAMoEConfig
 
 
 class LLaDAConfig(DiffusionConfig):
@@ -30,7 +21,23 @@ class LLaDAConfig(DiffusionConfig):
 
     model_type = "llada"
     label = "LLaDA"
-    fixed = LLADA_FIXED
+    fixed = {
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "clip_qkv": None,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": False,
+        "rope": True,
+        "scale_logits": False,
+    }
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
@@ -184,7 +191,7 @@ class NemotronConfig(DiffusionConfig, Ministral3Config):
 
     model_type = "nemotron_labs_diffusion"
     label = "Nemotron-Labs-Diffusion"
-    fixed = NEMOTRON_FIXED
+    fixed = {**OfLlama.fixed, "dlm_paradigm": "bidirectional", "sliding_window": None}
 
     block_size: int | None = None
     llama_4_scaling: dict[str, Any] | None = None
@@ -216,20 +223,15 @@ class WeDLMConfig(SDARConfig):
 
 CONFIGS = (
     LLaDAConfig,
-    LLaDAMoEConfig,
     DreamConfig,
     FastDLLMConfig,
     SDARConfig,
-    SDARMoeConfig,
-    RND1Config,
-    LLaDA2Config,
-    LLaDA2VeomniConfig,
-    LLaDA21Config,
     A2DQwen3Config,
     A2DQwen2Config,
     A2DLlamaConfig,
     NemotronConfig,
     WeDLMConfig,
+    *MIXTURES,
 )
 # Architectures whose model type belongs to transformers itself, which reads their config.json.
 ADOPTED: dict[str, type[DiffusionConfig]] = {

@@ -49,9 +49,8 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         outside = {theirs: ours for ours, theirs in OUTSIDE.items()}
         in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
-        head = config.hidden_size // config.num_attention_heads
         found: Shapes = {}
-        for name, shape in shapes.dense(config, head, bias=False).items():
+        for name, shape in shapes.decoder(config).items():
             module = name.removesuffix(".weight")
             layer = LAYER.fullmatch(module)
             if layer is None:

@@ -4,18 +4,13 @@ from typing import Any, ClassVar
 
 from transformers import Qwen2Tokenizer, Qwen3MoeConfig
 
-from dllm_plugin.models.config_bases import (
-    LLADA2_FIXED,
-    LLADA_MOE_FIXED,
-    SDAR_FIXED,
-    DiffusionConfig,
-)
+from dllm_plugin.models.config_bases import DiffusionConfig, OfQwen3
 
 
 class OfQwen3Moe(DiffusionConfig, Qwen3MoeConfig):
     """Read the keys of a Qwen3-MoE."""
 
-    fixed = SDAR_FIXED
+    fixed = OfQwen3.fixed
     default_theta = 1000000.0
 
     # The parent has none, and hidden size / heads would be wrong.
@@ -49,7 +44,20 @@ class LLaDAMoEConfig(OfQwen3Moe):
     model_type = "lladamoe"
     label = "LLaDA-MoE"
     architecture: ClassVar[str] = "LLaDAMoEModelLM"
-    fixed = LLADA_MOE_FIXED
+    fixed = {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "hidden_act": "silu",
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "rope_scaling": None,
+        "routed_scaling_factor": 1,
+        "router_num_group": None,
+        "router_topk_group": None,
+        "shared_expert_intermediate_size": 0,
+    }
     default_theta = 50000.0
 
     vocab_size: int = 157184
@@ -93,7 +101,7 @@ class RND1Config(OfQwen3Moe):
     model_type = "rnd1"
     label = "RND1"
     tokenizer = Qwen2Tokenizer
-    fixed = SDAR_FIXED | {"is_causal": False}
+    fixed = {**OfQwen3.fixed, "is_causal": False}
 
     num_diffusion_steps: int | None = None
     pad_token_id: int | None = 151643
@@ -134,7 +142,21 @@ class LLaDA2Config(DiffusionConfig):
 
     model_type = "llada2_moe"
     label = "LLaDA2"
-    fixed = LLADA2_FIXED
+    fixed = {
+        "hidden_act": "silu",
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_softmax": False,
+        "norm_topk_prob": True,  # the authors' code normalises whatever the key's value
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+        "use_sliding_window": False,
+        "using_split_qkv_in_self_attention": False,
+    }
     default_theta = 600000.0
 
     vocab_size: int = 157184
@@ -197,3 +219,13 @@ class LLaDA21Config(LLaDA2Config):
     """Read the model type of a repackaged LLaDA2.1."""
 
     model_type = "llada21_moe"
+
+
+MIXTURES = (
+    SDARMoeConfig,
+    LLaDAMoEConfig,
+    RND1Config,
+    LLaDA2Config,
+    LLaDA2VeomniConfig,
+    LLaDA21Config,
+)

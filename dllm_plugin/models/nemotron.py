@@ -82,7 +82,7 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         found: Shapes = {}
-        for name, shape in shapes.llama(config).items():
+        for name, shape in shapes.decoder(config).items():
             prefix, _, rest = name.partition(".")
             found[THEIRS[f"{prefix}."] + rest] = shape
         return found

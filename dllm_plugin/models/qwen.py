@@ -17,7 +17,7 @@ class Qwen2Diffusion(DiffusionModel, Qwen2ForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        return shapes.qwen2(config)
+        return shapes.decoder(config, bias=True)
 
 
 class Qwen3Diffusion(DiffusionModel, Qwen3ForCausalLM):
@@ -25,15 +25,15 @@ class Qwen3Diffusion(DiffusionModel, Qwen3ForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        return shapes.qwen3(config)
+        return shapes.decoder(config, qk_norm=True)
 
 
 class Qwen3MoeDiffusion(DiffusionModel, Qwen3MoeForCausalLM):
-    """Serve SDAR-30B-A3B, LLaDA-MoE and RND1."""
+    """Serve mixtures of experts under the names of a Qwen3-MoE."""
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        return shapes.qwen3(config, config.sparse_layers)
+        return shapes.decoder(config, qk_norm=True, sparse_layers=config.sparse_layers)
 
 
 class LlamaDiffusion(DiffusionModel, LlamaForCausalLM):
@@ -41,7 +41,7 @@ class LlamaDiffusion(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        return shapes.llama(config)
+        return shapes.decoder(config)
 
 
 class BiasedLlamaDiffusion(DiffusionModel, LlamaForCausalLM):
@@ -49,4 +49,4 @@ class BiasedLlamaDiffusion(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        return shapes.dense(config, config.head_dim, bias=config.qkv_bias)
+        return shapes.decoder(config, bias=config.qkv_bias)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from documented import ROOT
 
-from dllm_plugin.models import ARCHITECTURES, configs
+from dllm_plugin.models import ARCHITECTURES, configs, mixture_configs
 from dllm_plugin.models.catalogue import CHECKPOINTS, LONG, OTHER, PRECISIONS
 from dllm_plugin.models.checkpoints.sizes import EIGHT_BITS, FOUR_BITS
 from dllm_plugin.models.checkpoints.weights import Shapes
@@ -34,8 +34,8 @@ CONFIGS = {
     "LLaDAModelLM": configs.LLaDAConfig,
     "DreamModel": configs.DreamConfig,
     "SDARForCausalLM": configs.SDARConfig,
-    "SDARMoeForCausalLM": configs.SDARMoeConfig,
-    "LLaDA2MoeModelLM": configs.LLaDA2Config,
+    "SDARMoeForCausalLM": mixture_configs.SDARMoeConfig,
+    "LLaDA2MoeModelLM": mixture_configs.LLaDA2Config,
     "StableDiffcoderForCausalLM": configs.StableDiffCoderConfig,
     "Fast_dLLM_QwenForCausalLM": configs.FastDLLMConfig,
 }

@@ -217,7 +217,7 @@ def test_folder_of_an_unknown_repository_is_unknown(checkpoints):
 
 def test_manifest_has_the_published_size(registered):
     """Sizes in bytes of the bf16 weight indexes of these models, or of the Qwen they start from."""
-    from dllm_plugin.models import configs
+    from dllm_plugin.models import configs, mixture_configs
     from dllm_plugin.models.llada import LLaDAModelLM
     from dllm_plugin.models.qwen import (
         Qwen2Diffusion,
@@ -247,7 +247,7 @@ def test_manifest_has_the_published_size(registered):
         (Qwen3Diffusion, configs.SDARConfig(**qwen3), 16_381_470_720),
         (
             Qwen3MoeDiffusion,
-            configs.SDARMoeConfig(num_hidden_layers=48),
+            mixture_configs.SDARMoeConfig(num_hidden_layers=48),
             61_064_245_248,
         ),
     ):

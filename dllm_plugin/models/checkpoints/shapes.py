@@ -45,11 +45,12 @@ def experts(name: str, config: Any) -> Shapes:
     return shapes
 
 
-def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> Shapes:
+def attention(name: str, config: Any, bias: bool, qk_norm: bool) -> Shapes:
     """Return the shapes of query, key, value and output projection and of per-head norms."""
-    width = config.hidden_size
-    q_width = head * config.num_attention_heads
-    kv_width = head * config.num_key_value_heads
+    width, heads = config.hidden_size, config.num_attention_heads
+    # The configs of Qwen2 and LLaDA have no head size of their own.
+    head = getattr(config, "head_dim", None) or width // heads
+    q_width, kv_width = head * heads, head * config.num_key_value_heads
     shapes: Shapes = {f"{name}.o_proj.weight": (width, q_width)}
     for letter, outputs in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         shapes[f"{name}.{letter}_proj.weight"] = (outputs, width)
@@ -60,45 +61,28 @@ def attention(name: str, config: Any, head: int, bias: bool, qk_norm: bool) -> S
     return shapes
 
 
-def qwen2(config: Any) -> Shapes:
-    """Return the shapes of a Qwen2: query, key and value have biases, MLPs are dense."""
-    head = config.hidden_size // config.num_attention_heads
-    return dense(config, head, bias=True)
+def decoder(
+    config: Any,
+    *,
+    bias: bool = False,
+    qk_norm: bool = False,
+    sparse_layers: frozenset[int] = frozenset(),
+) -> Shapes:
+    """Return the shapes of a Llama or Qwen.
 
-
-def llama(config: Any) -> Shapes:
-    """Return the shapes of a Llama: own head size, no biases, dense MLPs."""
-    return dense(config, config.head_dim, bias=False)
-
-
-def dense(config: Any, head: int, bias: bool) -> Shapes:
-    """Return the shapes of a model without query and key norms and without experts."""
+    Args:
+        bias: query, key and value have biases.
+        qk_norm: each head of query and key has a norm.
+        sparse_layers: layers with experts; the others have one dense MLP.
+    """
     shapes = embedding_and_head(config)
+    width, inner = config.hidden_size, config.intermediate_size
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
-        shapes |= attention(
-            f"{block}.self_attn", config, head, bias=bias, qk_norm=False
-        )
-        shapes |= gated_mlp(
-            f"{block}.mlp", config.hidden_size, config.intermediate_size
-        )
-    return shapes
-
-
-def qwen3(config: Any, sparse_layers: frozenset[int] = frozenset()) -> Shapes:
-    """Return the shapes of a Qwen3: own head size, query and key norms, maybe experts."""
-    shapes = embedding_and_head(config)
-    for layer in range(config.num_hidden_layers):
-        block = f"model.layers.{layer}"
-        shapes |= layer_norms(block, config)
-        shapes |= attention(
-            f"{block}.self_attn", config, config.head_dim, bias=False, qk_norm=True
-        )
+        shapes |= attention(f"{block}.self_attn", config, bias, qk_norm)
         if layer in sparse_layers:
             shapes |= experts(f"{block}.mlp", config)
         else:
-            shapes |= gated_mlp(
-                f"{block}.mlp", config.hidden_size, config.intermediate_size
-            )
+            shapes |= gated_mlp(f"{block}.mlp", width, inner)
     return shapes
