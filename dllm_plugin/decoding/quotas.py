@@ -6,6 +6,9 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 import torch
 from torch import Tensor
 
+# A float32 share of at least 1 / 4096 is a whole number of these parts of 1.
+UNITS = 2**36
+
 
 def dream_time(index_R: Tensor, steps_R: Tensor, eps_R: Tensor) -> Tensor:
     """Return ``torch.linspace(1, eps, steps + 1)[index]`` in float32, rounded as torch does."""
@@ -35,4 +38,6 @@ def rounded_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
     s_R, t_R = (1.0 - (1.0 - time_R) for time_R in times)
     # A quotient in float64, rounded, is that of float32; GPUs approximate the latter.
     kept_R = (s_R.double() / t_R.double()).float()
-    return torch.round(left_R * (1.0 - kept_R.double())).to(torch.int64)
+    # In whole units: torch 2.11 compiles float64 to float32 to float64 without the rounding.
+    units_R = left_R * (UNITS - (kept_R * UNITS).long())
+    return torch.round(units_R.double() / UNITS).to(torch.int64)

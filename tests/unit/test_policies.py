@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dllm_plugin.decoding.plan import Proposal
 from dllm_plugin.decoding.policies import (
@@ -23,6 +24,7 @@ from dllm_plugin.reference.numbers import dream_quota, factor_count, llada_quota
 RULES = {**EDITED_BLOCKS, **DREAM_LOOP, **PROMPT_BLOCKS}
 
 NAN = float("nan")
+TO_COPY = torch.ops.aten._to_copy.default
 
 
 def pick(
@@ -204,6 +206,17 @@ def quotas_of_reference(left: int, steps: int) -> list[int]:
             found.append(quota)
             left -= quota
     return found
+
+
+@pytest.mark.parametrize("quota", [rounded_quota, step_with_quota])
+def test_no_rounding_of_quotas_is_compiled_away(quota: Any) -> None:
+    """torch 2.11 compiles float64 to float32 to float64 as nothing at all."""
+    number_R = torch.tensor([3, 5])
+    graph = make_fx(quota)(number_R, number_R, number_R + 4).graph
+    for node in graph.find_nodes(op="call_function", target=TO_COPY):
+        source = node.args[0]
+        widens = node.kwargs["dtype"] == torch.float64
+        assert not (widens and source.target == TO_COPY), node
 
 
 def test_rounded_quotas_are_those_of_the_reference() -> None:
