@@ -122,11 +122,16 @@ def _decode_reference(
     import torch
     from tokenizers import Tokenizer
 
+    from diffuplug_bench.word_problems.chat_prompts import (
+        EOS,
+        EOT,
+        chat_prompt,
+        token_id,
+    )
     from diffuplug_bench.word_problems.generator import eval_seeds, problem
     from dllm_plugin.reference.loops import decode
     from dllm_plugin.reference.model import PlainModel
     from dllm_plugin.reference.text import Text
-    from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]

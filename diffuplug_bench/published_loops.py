@@ -130,9 +130,14 @@ def measure_bundled(
     """Measure LLaDA's loop on the bundled model, one token per step, problem by problem."""
     from tokenizers import Tokenizer
 
+    from diffuplug_bench.word_problems.chat_prompts import (
+        EOS,
+        EOT,
+        chat_prompt,
+        token_id,
+    )
     from diffuplug_bench.word_problems.generator import eval_seeds, problem
     from dllm_plugin.reference.model import PlainModel
-    from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 
     folder = Path(default_model.path())
     model = PlainModel.load(folder, dtype=dtype, device=device_name)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from diffuplug_bench.word_problems.chat_prompts import chat_prompt
 from diffuplug_bench.word_problems.generator import Problem
-from dllm_plugin.reference.tokenizer import chat_prompt
 from training.others import babble
 
 SYSTEM_SHARE = (

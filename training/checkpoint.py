@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, MASK, token_id
+from diffuplug_bench.word_problems.chat_prompts import BOS, EOS, EOT, MASK, token_id
 from training.model import (
     ADAPTED,
     PREFIX,

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from diffuplug_bench.word_problems.chat_prompts import EOS, MASK, token_id
 from diffuplug_bench.word_problems.generator import Problem, ask_in_json, problem
-from dllm_plugin.reference.tokenizer import EOS, MASK, token_id
 from training.chats import Row, in_a_chat
 from training.model import PADDING_BLOCK
 from training.others import REPLY, other, politely, short_problem

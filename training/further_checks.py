@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from diffuplug_bench.word_problems.chat_prompts import chat_prompt
 from diffuplug_bench.word_problems.generator import (
     Problem,
     ask_in_json,
@@ -19,7 +20,6 @@ from diffuplug_bench.word_problems.generator import (
 )
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
-from dllm_plugin.reference.tokenizer import chat_prompt
 from training.others import REPLY, unseen_prompts
 from training.scores import BLOCKS, D2F, OWN_LOOP, score
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from diffuplug_bench.word_problems.chat_prompts import EOS, EOT, chat_prompt, token_id
 from diffuplug_bench.word_problems.generator import (
     Problem,
     ask_in_json,
@@ -26,7 +27,6 @@ from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
-from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 from training.others import REPLY, unseen_prompts
 from training.report import read_numbers, write_numbers
 

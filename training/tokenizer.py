@@ -12,7 +12,15 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from dllm_plugin.reference.tokenizer import BOS, EOS, EOT, HEAD, MASK, TAIL, token_id
+from diffuplug_bench.word_problems.chat_prompts import (
+    BOS,
+    EOS,
+    EOT,
+    HEAD,
+    MASK,
+    TAIL,
+    token_id,
+)
 
 SPECIAL_TOKENS = (BOS, EOS, MASK, HEAD, TAIL, EOT)
 VOCAB_SIZE = 512

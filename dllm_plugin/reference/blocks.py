@@ -1,14 +1,18 @@
 """Decode by D2F or block diffusion: one or several blocks at once, on either grid.
 
 Each forward computes the whole text again. D2F is arXiv 2508.09192; block diffusion
-with the policy ``joint_threshold`` replaces decided tokens as LLaDA2.1 does.
+with the policy ``joint_threshold`` replaces decided tokens as LLaDA2.1 does. Fast-dLLM v2,
+Stable-DiffCoder and A2D by blocks decode one block after the other.
 """
 
+from collections.abc import Callable
+from itertools import pairwise
+
+from dllm_plugin.reference.full_attention import choose_of_left, count_by_factor
 from dllm_plugin.reference.numbers import (
     dream_quota,
-    factor_count,
-    factor_limit,
     float32,
+    step_with_rounded_quota,
 )
 from dllm_plugin.reference.proposing import Proposals, best_first, propose
 from dllm_plugin.reference.rules import D2F, EDITING, FAR, Rules
@@ -55,8 +59,7 @@ def decode_blocks(text: Text) -> None:
             is_done = set(candidates(text, active[0])) <= set(written)
             step = 0 if is_done else step + 1
         denoised += bool(active) or checked
-        for p in replaced + written:
-            text.write(p, found[p])
+        text.write_all(replaced + written, found)
         start, end = text.starts[first], text.starts[opened]
         text.end_forward(start, end, end, found)
         saw_stop = has_stop(text, start, end) or (saw_stop and not edits)
@@ -65,6 +68,83 @@ def decode_blocks(text: Text) -> None:
             settled = text.starts[first + (num_stored or int(is_last))]
         first += num_stored
         checks = checks if checked else 0
+
+
+def decode_sub_blocks(text: Text) -> None:
+    """Denoise block after block in sub-blocks until the answer is known.
+
+    A finished block is stored by a forward of its own, whose last row predicts the
+    first token of the next block, as the prompt's does if it ends with a block. Such a
+    token is sent with the next forward, and is not an answer before. The prompt's
+    forward is not recorded.
+    """
+    if text.starts[0] == len(text.prompt):
+        _predict_first(text)
+    for index, (start, end) in enumerate(pairwise(text.starts)):
+        text.append_masks(end)
+        step = 0
+        while rows := candidates(text, index):
+            found = propose(text, text.predict()[rows], rows, step)
+            written = choose(text, rows, found, first_quota(text, index, step))
+            text.write_all(written, found)
+            text.end_forward(start, end, end, found)
+            step = 0 if len(written) == len(rows) else step + 1
+            if text.final() is not None:
+                return
+        text.end_forward(start, end, end, {})
+        if text.final() is not None:
+            return
+        _predict_first(text)
+
+
+def _predict_first(text: Text) -> None:
+    """Append the token that the last row predicts."""
+    position = len(text.tokens)
+    text.append_masks(position + 1)  # a row of its own for `predictions`
+    found = propose(text, text.predict()[-1:], [position], 0)
+    text.write(position, found[position])
+    text.show(found)
+
+
+def decode_exact_blocks(text: Text) -> None:
+    """Denoise block after block until the answer is known; the last one ends with it.
+
+    The forward that stores a block is also the first one that denoises the next block.
+    """
+
+    def proposals(left: list[int], step: int) -> Proposals:
+        return propose(text, text.predict()[left], left, step)
+
+    for start, end in pairwise(text.starts):
+        if denoise_block(text, start, end, proposals):
+            return
+
+
+def denoise_block(
+    text: Text,
+    start: int,
+    end: int,
+    proposals: Callable[[list[int], int], Proposals],
+) -> bool:
+    """Denoise a block until it or the answer is known; return whether the answer is.
+
+    Args:
+        proposals: proposes for masked positions, by the number of the forward.
+    """
+    text.append_masks(end)
+    left = text.masked(start, end)
+    size, step = len(left), 0
+    while left:
+        if text.rules.rounded:
+            step = step_with_rounded_quota(len(left), text.steps, step)
+        denoised = sum(bool(forward.rows) for forward in text.forwards)
+        found = proposals(left, denoised)
+        text.write_all(choose_of_left(text, left, size, step, found), found)
+        text.end_forward(start, end, end, found)
+        if text.final() is not None:
+            return True
+        left, step = text.masked(start, end), step + 1
+    return False
 
 
 def has_stop(text: Text, start: int, end: int) -> bool:
@@ -155,9 +235,7 @@ def choose(text: Text, masked: list[int], found: Proposals, quota: int) -> list[
         return sure_or_best(text, order, found, quota)
     scores = [found[p].score for p in order]
     if rules.policy == "factor":
-        quota = factor_count(scores, rules.factor)
-        limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
-        text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+        quota = count_by_factor(text, scores)
     elif 0 < quota < len(order):
         text.close_choice(scores[quota - 1] - scores[quota])
     return order[:quota]

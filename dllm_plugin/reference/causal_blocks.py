@@ -4,12 +4,14 @@ Blocks are denoised bidirectionally after a causal context. A causal forward sto
 and predicts the first token of the next block. The prompt's forward is not recorded.
 """
 
+from functools import partial
+from itertools import pairwise
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from dllm_plugin.reference.full_attention import choose_of_left
+from dllm_plugin.reference.blocks import denoise_block
 from dllm_plugin.reference.proposing import Proposals, best_first, propose
 from dllm_plugin.reference.text import Model, Slots, Text
 
@@ -27,21 +29,10 @@ class CausalModel(Model, Protocol):
 def decode_causal_blocks(text: Text) -> None:
     """Denoise block after block until the answer is known."""
     _write_first(text)
-    denoised = 0
-    for start, end in zip(text.starts, text.starts[1:], strict=False):
+    for start, end in pairwise(text.starts):
         _write_end_of_thinking(text, start, end)
-        text.append_masks(end)
-        left = text.masked(start, end)
-        size, step = len(left), 0
-        while left:
-            found = _proposals(text, start, left, denoised)
-            for p in choose_of_left(text, left, size, step, found):
-                text.write(p, found[p])
-            text.end_forward(start, end, end, found)
-            if text.final() is not None:
-                return
-            left = text.masked(start, end)
-            step, denoised = step + 1, denoised + 1
+        if denoise_block(text, start, end, partial(_proposals, text, start)):
+            return
         text.end_forward(start, end, end, {}, _write_next(text))
         if text.final() is not None:
             return
@@ -59,8 +50,7 @@ def decode_self_speculation(text: Text) -> None:
         text.append_masks(end)
         while left := text.masked(start, end):
             found = _proposals(text, start, left, 0)
-            for p in _sure_or_best(text, left, found):
-                text.write(p, found[p])
+            text.write_all(_sure_or_best(text, left, found), found)
             watch, text.watch = text.watch, None  # drafts are not decided yet
             text.end_forward(start, end, end, found)
             text.watch = watch
@@ -192,8 +182,8 @@ def decode_window(text: Text) -> None:
         logits = text.model.predictions(text.tokens, row_order(base, stop, masks))
         found = propose(text, logits[masks], masks, step)
         is_final = text.final(base + filled) is not None
-        for p in () if is_final else choose(text, logits[masks], masks):
-            text.write(p, found[p])
+        if not is_final:
+            text.write_all(choose(text, logits[masks], masks), found)
         text.end_forward(base, stop, stop, found)
         if is_final:
             del text.tokens[base + filled :]

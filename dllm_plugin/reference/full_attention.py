@@ -82,8 +82,7 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
             taken = [low]
         else:
             taken = choose_of_left(text, left, size, step, found)
-        for p in taken:
-            text.write(p, found[p])
+        text.write_all(taken, found)
         text.end_forward(first, last, end, found)
         first, last = windows[rules.strategy]
         step += 1
@@ -132,9 +131,7 @@ def choose_of_left(
         sure = [score for score in scores if score >= limit]
         count = min(allowed, max(1, len(sure)))
     elif rules.policy == "factor":
-        count = factor_count(scores, rules.factor)
-        limits = [factor_limit(j, rules.factor) for j in range(len(scores))]
-        text.close_choice(*(scores[j] - limits[j] for j in range(1, len(scores))))
+        count = count_by_factor(text, scores)
     elif rules.linear:
         count = rnd1_quota(len(left), size, text.steps, step)
     elif rules.rounded:
@@ -148,6 +145,14 @@ def choose_of_left(
     if 0 < count < len(order):
         text.close_choice(scores[count - 1] - scores[count])
     return order[:count]
+
+
+def count_by_factor(text: Text, scores: list[float]) -> int:
+    """Return how many positions the factor rule takes, by their falling scores."""
+    factor = text.rules.factor
+    for rank, score in enumerate(scores[1:], 1):
+        text.close_choice(score - factor_limit(rank, factor))
+    return factor_count(scores, factor)
 
 
 def _released(size: int, steps: int, step: int) -> int:

@@ -1,6 +1,7 @@
 """Decode LLaDA2.2: a block may replace, delete and insert tokens until it settles."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dllm_plugin.reference.blocks import sure_or_best
 from dllm_plugin.reference.numbers import float32
@@ -51,7 +52,7 @@ def decode_structure(text: Text) -> None:
     one of the next block.
     """
     denoised = 0
-    for start, end in zip(text.starts, text.starts[1:], strict=False):
+    for start, end in pairwise(text.starts):
         text.append_masks(end)
         block = Block(text, max(start, len(text.prompt)), end)
         while True:

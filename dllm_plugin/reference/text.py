@@ -184,6 +184,13 @@ class Text:
         self.raw[position] = proposal.logits
         self.close_call(proposal.gap)
 
+    def write_all(
+        self, positions: Collection[int], proposals: Mapping[int, Proposal]
+    ) -> None:
+        """Write the proposed tokens of positions."""
+        for position in positions:
+            self.write(position, proposals[position])
+
     def close_call(self, *gaps: float) -> None:
         """Record the distances of a decision to others."""
         for gap in gaps:

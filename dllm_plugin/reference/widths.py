@@ -39,8 +39,7 @@ def decode_widths(text: Text) -> None:
             taken.append(order[0])
             for p in order[1:2]:
                 text.close_choice(confidences[order[0]] - confidences[p])
-        for p in taken:
-            text.write(p, found[p])
+        text.write_all(taken, found)
         text.end_forward(canvas, stop, window, found)
         if run > canvas:
             ends.append(run)

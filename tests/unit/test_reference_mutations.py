@@ -33,10 +33,7 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 
 PACKAGE = "dllm_plugin.reference"
-MODULES = (
-    *("proposing", "blocks", "sub_blocks", "full_attention", "exact_blocks"),
-    *("widths", "causal_blocks"),
-)
+MODULES = ("proposing", "full_attention", "blocks", "widths", "causal_blocks")
 PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
 
 
@@ -203,14 +200,14 @@ MUTATIONS = [
     ),
     (
         "fast_dllm",
-        "sub_blocks",
+        "blocks",
         "step = 0 if len(written) == len(rows) else step + 1",
         "step = step + 9",
     ),
-    ("fast_dllm", "sub_blocks", "text.predict()[-1:]", "text.predict()[-2:-1]"),
+    ("fast_dllm", "blocks", "text.predict()[-1:]", "text.predict()[-2:-1]"),
     (
         "stable_diffcoder_quota",
-        "exact_blocks",
+        "blocks",
         "size, step = len(left), 0",
         "size, step = end - start, 0",
     ),
@@ -259,8 +256,8 @@ MUTATIONS = [
     (
         "llada_dual_cache_factor",
         "full_attention",
-        "count = factor_count(scores, rules.factor)",
-        "count = factor_count(scores, rules.factor / 2)",
+        "return factor_count(scores, factor)",
+        "return factor_count(scores, factor / 2)",
     ),
     (
         "dream_maskgit_plus",
