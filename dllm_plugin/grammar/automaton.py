@@ -71,9 +71,9 @@ class ByteAutomaton(NamedTuple):
     complete_S: np.ndarray
 
 
-def byte_automaton(asked: dict[str, object], seconds: float) -> ByteAutomaton:
+def byte_automaton(asked: dict[str, object]) -> ByteAutomaton:
     """Return the automaton of a pattern or a schema. Raises TooLarge if there is none."""
-    numbers = determinise(asked | {"most": MAX_BYTE_STATES}, min(seconds, BYTE_SECONDS))
+    numbers = determinise(asked | {"most": MAX_BYTE_STATES}, BYTE_SECONDS)
     if numbers is None:
         raise TooLarge("the expression is not regular, or has too many states")
     flat = np.frombuffer(numbers, dtype=np.int32)
@@ -82,14 +82,11 @@ def byte_automaton(asked: dict[str, object], seconds: float) -> ByteAutomaton:
 
 
 def build(
-    asked: dict[str, object],
-    vocabulary: Vocabulary,
-    stops: list[int],
-    seconds: float = SECONDS,
+    asked: dict[str, object], vocabulary: Vocabulary, stops: list[int]
 ) -> TokenAutomaton:
     """Build the automaton of a pattern or a schema. Raises TooLarge beyond a limit."""
-    deadline = time.thread_time() + seconds
-    return _over_ids(byte_automaton(asked, seconds), vocabulary, stops, deadline)
+    deadline = time.thread_time() + SECONDS
+    return _over_ids(byte_automaton(asked), vocabulary, stops, deadline)
 
 
 class _Walk:

@@ -60,7 +60,7 @@ class Chart:
         self._is_last_N = [
             network.leads_to_end(node) for node in range(len(network.edges_N))
         ]
-        self._first = self._close([(start, self._whole)])
+        self._first = _Closure(network, self._is_last_N).place([(start, self._whole)])
 
     def start(self) -> Place | None:
         """Return the place before a text; None if the grammar has no text."""
@@ -101,7 +101,8 @@ class Chart:
         reached = self._reached(place, low, high)
         if low < high:
             return Place(place.items, text) if any(reached) else None
-        return self._close([(edge.to, frame) for edge, frame in reached])
+        agenda = [(edge.to, frame) for edge, frame in reached]
+        return _Closure(self.network, self._is_last_N).place(agenda)
 
     def _reached(
         self, place: Place, low: int, high: int
@@ -113,10 +114,6 @@ class Chart:
                     if first <= high and low <= last:
                         yield edge, frame
                         break
-
-    def _close(self, agenda: list[Item]) -> Place | None:
-        """Follow skips, calls and ends from items; return the place, None if nothing is left."""
-        return _Closure(self.network, self._is_last_N).place(agenda)
 
     def _finish_character(self, place: Place, most: int) -> bytes | None:
         """Return the shortest closing after the first bytes of a character."""
@@ -175,7 +172,7 @@ class _Closure:
         self.ends: dict[Frame, None] = {}
 
     def place(self, agenda: list[Item]) -> Place | None:
-        """Return the place of some items; None if nothing is left, or too much."""
+        """Follow skips, calls and ends; return the place, None if nothing is left or too much."""
         cost = self.network.cost_N
         self.agenda = agenda
         while self.agenda:

@@ -11,6 +11,7 @@ import torch
 
 from dllm_plugin.grammar.vocabulary import WORD, Vocabulary, pack
 
+# A row for a backend's bits, and the bits that may stay set in it.
 Buffer = tuple[torch.Tensor, np.ndarray]
 
 
@@ -25,7 +26,10 @@ class Matcher:
         self, matcher: Any, usable: np.ndarray, buffer: Buffer | None = None
     ) -> None:
         self.matcher, self.usable = matcher, usable
-        self._buffer = buffer or _make_buffer(usable)
+        if buffer is None:
+            keep = pack(usable, -(-len(usable) // WORD))
+            buffer = torch.zeros(1, len(keep), dtype=torch.int32), keep
+        self._buffer = buffer
 
     def accept(self, token: int) -> bool:
         """Accept an id; False, and no change, if the grammar refuses it."""
@@ -133,9 +137,3 @@ class GuidanceMatcher(Matcher):
     def fork(self) -> Self:
         """Return a matcher of its own at the same place."""
         return type(self)(self.matcher.deep_copy(), self.usable, self._buffer)
-
-
-def _make_buffer(usable: np.ndarray) -> Buffer:
-    """Return a row for a backend's bits, and the bits that may stay set in it."""
-    keep = pack(usable, -(-len(usable) // WORD))
-    return torch.zeros(1, len(keep), dtype=torch.int32), keep

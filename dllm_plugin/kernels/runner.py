@@ -283,23 +283,21 @@ def post_update_num_computed_tokens(
     num_computed_tokens_ptr.numpy()[idx] += bounds[rows + 1] - bounds[rows]
 
 
-_BY_MODULE: dict[str, list[Callable[..., None]]] = {
-    "buffer_utils": [apply_write],
-    "block_table": [gather_block_tables, compute_slot_mappings],
-    "input_batch": [
-        *(
-            prepare_prefill_inputs,
-            prepare_pos_seq_lens,
-            combine_sampled_and_draft_tokens,
-        ),
-        *(post_update, expand_idx_mapping, post_update_num_computed_tokens),
-    ],
+_GPU = "vllm.v1.worker.gpu"
+KERNELS: dict[str, Callable[..., None]] = {
+    f"{_GPU}.buffer_utils._apply_write_kernel": apply_write,
+    f"{_GPU}.block_table._gather_block_tables_kernel": gather_block_tables,
+    f"{_GPU}.block_table._compute_slot_mappings_kernel": compute_slot_mappings,
 }
-KERNELS = {
-    f"vllm.v1.worker.gpu.{module}._{kernel.__name__}_kernel": kernel
-    for module, kernels in _BY_MODULE.items()
-    for kernel in kernels
-}
+for _kernel in (
+    prepare_prefill_inputs,
+    prepare_pos_seq_lens,
+    combine_sampled_and_draft_tokens,
+    post_update,
+    expand_idx_mapping,
+    post_update_num_computed_tokens,
+):
+    KERNELS[f"{_GPU}.input_batch._{_kernel.__name__}_kernel"] = _kernel
 
 
 def _complete_triton_placeholder() -> None:

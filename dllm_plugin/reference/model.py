@@ -6,7 +6,8 @@ own names and layouts are brought to Qwen's when it is read.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,20 +91,11 @@ class Router:
         return ranked_BE.masked_fill(~kept_E, float("-inf"))
 
 
-class InFloat32(Mapping[str, Tensor]):
-    """Hand out weights in float32, each when it is asked for."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights = weights
+class InFloat32(UserDict[str, Tensor]):
+    """Convert weights to float32, each when it is read."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.weights[name].float()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
+        return self.data[name].float()
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from dllm_plugin.decoding.plan import Proposal
 from dllm_plugin.decoding.policies import RANKED_BY
-from dllm_plugin.kernels.confidence.random_numbers import counter_uniform, sampled_order
-from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.kernels.confidence.reference import (
+    RowStats,
+    counter_uniform,
+    sampled_order,
+)
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import POLICY_IDS
 

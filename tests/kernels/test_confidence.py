@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
-from dllm_plugin.kernels.confidence.reference import RowSampling, RowStats, propose_rows
+from dllm_plugin.kernels.confidence.reference import (
+    RowSampling,
+    RowStats,
+    gumbel_uniform,
+    propose_rows,
+)
 
 INF, NAN = float("inf"), float("nan")
 KERNEL = "dllm_plugin.kernels.confidence.kernel.propose_rows"

@@ -14,7 +14,7 @@ from dllm_plugin.config.worker_carriers import pack_unconditional
 from dllm_plugin.decoding.families import LLADA
 from dllm_plugin.decoding.full_attention import NO_LIMIT, Layout, bounds
 from dllm_plugin.decoding.methods import methods_of
-from dllm_plugin.kernels.confidence.random_numbers import (
+from dllm_plugin.kernels.confidence.reference import (
     counter_uniform,
     gumbel_uniform,
     sampled_order,

@@ -15,9 +15,9 @@ from dllm_plugin.decoding.blocks import (
     per_block,
     rank,
 )
-from dllm_plugin.kernels.confidence.random_numbers import counter_uniform
 from dllm_plugin.kernels.confidence.reference import (
     RowSampling,
+    counter_uniform,
     propose_rows,
     row_stats,
 )

@@ -8,8 +8,8 @@ and workers about requests with a grammar stand here, too.
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output.backend_types import (
@@ -39,29 +39,12 @@ class OwnGrammar(StructuredOutputGrammar):
 
     mode = ""  # DRAFTS or AUTOMATON
 
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Raise: a request whose grammar is not compiled does not run yet."""
-        raise AssertionError("a request runs with a grammar that was compiled")
+    def _unasked(self, *arguments: Any, **named: Any) -> Any:
+        """Raise: canvases are checked as a whole, and what is emitted is final."""
+        raise AssertionError("vLLM asks this of no grammar of a canvas")
 
-    def is_terminated(self) -> bool:
-        """Raise: a request whose grammar is not compiled does not run yet."""
-        raise AssertionError("a request runs with a grammar that was compiled")
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """Raise: vLLM validates drafts of a speculator, and there is none."""
-        raise AssertionError("a canvas is checked as a whole")
-
-    def rollback(self, num_tokens: int) -> None:
-        """Raise: emitted text is final."""
-        raise AssertionError("committed text is final")
-
-    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
-        """Raise: no step of a canvas reads a bitmask of vLLM's."""
-        raise AssertionError("a canvas has no bitmask of vLLM's")
-
-    def reset(self) -> None:
-        """Raise: a grammar serves one request."""
-        raise AssertionError("a grammar serves one request")
+    accept_tokens = is_terminated = _unasked  # until a grammar is compiled
+    validate_tokens = rollback = fill_bitmask = reset = _unasked
 
 
 class AutomatonGrammar(OwnGrammar):

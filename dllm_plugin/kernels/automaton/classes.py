@@ -8,15 +8,7 @@ letters as in :mod:`dllm_plugin.kernels.automaton.reference`.
 
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.confidence.scan import _mix64, _noise_bits
-
-
-@triton.jit
-def mixed_state(seed, position, step):
-    """Mix the counters of random numbers but the last one, as `gumbel_uniform` does."""
-    state = _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
-    state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
-    return _mix64(state ^ (step.to(tl.uint64) * 0xBF58476D1CE4E5B9))
+from dllm_plugin.kernels.confidence.scan import _noise_bits, mixed_state
 
 
 @triton.jit

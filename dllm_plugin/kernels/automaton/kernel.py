@@ -17,11 +17,11 @@ from vllm.triton_utils import tl, triton
 
 from dllm_plugin.kernels.automaton.classes import (
     choose,
-    mixed_state,
     noisy,
     score_classes,
 )
 from dllm_plugin.kernels.automaton.reference import Canvases, Path, Rows, Tables
+from dllm_plugin.kernels.confidence.scan import mixed_state
 from dllm_plugin.kernels.launch import launch
 
 TILE = 256  # ids of a class per round

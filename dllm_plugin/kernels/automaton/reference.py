@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.confidence.random_numbers import gumbel_uniform
-from dllm_plugin.kernels.confidence.reference import add_bias
+from dllm_plugin.kernels.confidence.reference import add_bias, gumbel_uniform
 
 END = 0  # state after a stop token
 OPEN = -1  # class of an undecided position

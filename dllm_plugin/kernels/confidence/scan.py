@@ -21,15 +21,21 @@ def _mix64(x):
 
 
 @triton.jit
+def mixed_state(seed, position, step):
+    """Mix the counters of random numbers but the last one, as `gumbel_uniform` does."""
+    state = _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
+    return _mix64(state ^ (step.to(tl.uint64) * 0xBF58476D1CE4E5B9))
+
+
+@triton.jit
 def _noise_state(seed_ptr, counter_ptr, start_ptr, offset_ptr, slot, row, shift):
-    """Mix all counters of a row but the token, as `gumbel_uniform` does."""
+    """Mix all counters of a row but the token."""
     position = (
         tl.load(start_ptr + slot) + tl.load(offset_ptr + row).to(tl.int64) + shift
     )
-    step = tl.load(counter_ptr + slot).to(tl.uint64)
-    state = _mix64(tl.load(seed_ptr + slot).to(tl.uint64) + 0x9E3779B97F4A7C15)
-    state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
-    return _mix64(state ^ (step * 0xBF58476D1CE4E5B9))
+    step = tl.load(counter_ptr + slot)
+    return mixed_state(tl.load(seed_ptr + slot), position, step)
 
 
 @triton.jit

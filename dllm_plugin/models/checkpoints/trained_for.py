@@ -77,14 +77,20 @@ def trained_block_length(
     return family.block_length, f"default of {family.name}"
 
 
+def tokenizer_ids(model_config: "ModelConfig") -> dict[str, int]:
+    """Return the ids of a model's tokenizer by their texts; nothing without a tokenizer."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return {} if tokenizer is None else tokenizer.get_vocab()
+
+
 def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, str]:
     """Return the id of the mask token and where it was found.
 
     Looks in the HF config, then for the family's mask token texts in the tokenizer. Raises
     ValueError if neither has it.
     """
-    from vllm.tokenizers import cached_tokenizer_from_config
-
     configured = getattr(model_config.hf_config, "mask_token_id", None)
     if configured is not None:
         vocab_size = model_config.get_vocab_size()
@@ -94,12 +100,10 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
                 f"{vocab_size} tokens: correct config.json."
             )
         return int(configured), "config.json"
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is not None:
-        vocabulary = tokenizer.get_vocab()
-        for text in family.mask_tokens:
-            if text in vocabulary:
-                return int(vocabulary[text]), f"tokenizer token {text!r}"
+    vocabulary = tokenizer_ids(model_config)
+    for text in family.mask_tokens:
+        if text in vocabulary:
+            return int(vocabulary[text]), f"tokenizer token {text!r}"
     raise ValueError(
         "No mask token: config.json has no mask_token_id and the tokenizer has none of "
         f"{', '.join(family.mask_tokens)}; add mask_token_id to config.json or pass "
@@ -118,12 +122,7 @@ def find_pad_token(model_config: "ModelConfig") -> int | None:
 
 def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
     """Return the ids of the family's end-of-turn tokens, which end an answer like EOS."""
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is None:
-        return ()
-    vocabulary = tokenizer.get_vocab()
+    vocabulary = tokenizer_ids(model_config)
     return tuple(
         vocabulary[text] for text in family.turn_end_tokens if text in vocabulary
     )

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.models.checkpoints.trained_for import checkpoint_names, model_names
+from dllm_plugin.models.checkpoints.trained_for import (
+    checkpoint_names,
+    model_names,
+    tokenizer_ids,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -166,13 +170,10 @@ def refuse_unserved(
 
 def refuse_unserved_model(model_config: "ModelConfig") -> None:
     """Raise ValueError as :func:`refuse_unserved`, by all that vLLM has read of a checkpoint."""
-    from vllm.tokenizers import cached_tokenizer_from_config
-
     config = model_config.hf_config.to_dict()
     tokens: Collection[str] = ()
     if any(config["model_type"] in kind.model_types for kind in UNSERVED if kind.token):
-        tokenizer = cached_tokenizer_from_config(model_config)
-        tokens = tokenizer.get_vocab() if tokenizer is not None else ()
+        tokens = tokenizer_ids(model_config)
     refuse_unserved(
         {**model_config.try_get_generation_config(), **config},
         checkpoint_names(model_config),
