@@ -9,12 +9,9 @@ from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
+from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.layouts import Packing
-from dllm_plugin.models.checkpoints.lora import (
-    check_layers_alone,
-    check_strategy,
-)
 from dllm_plugin.models.checkpoints.quantised_head import quantise_head
 from dllm_plugin.models.checkpoints.weights import (
     PARTIAL_BACKENDS,
@@ -22,7 +19,6 @@ from dllm_plugin.models.checkpoints.weights import (
     Shapes,
     Weights,
     WeightUpdate,
-    check_packing,
     check_updatable,
     checked,
     checkpoint_folder,
@@ -60,7 +56,6 @@ class DiffusionModel:
         self.read_adapter(vllm_config)
         from dllm_plugin.attention.registry import registered
         from dllm_plugin.attention.rotary import defer
-        from dllm_plugin.config.decode import get_decode_config
         from dllm_plugin.models.cublas import forgo_workspace
 
         forgo_workspace()
@@ -117,30 +112,22 @@ class DiffusionModel:
 
         Returns None if there is no `lora_path`; raises ValueError if the adapter does not fit.
         """
-        from dllm_plugin.config.decode import get_decode_config
-
         path = get_decode_config(vllm_config).lora_path
         if path is None:
             return None
         model_config = vllm_config.model_config
         load_format = vllm_config.load_config.load_format
-        lora.check_mergeable(path, cls.manifest(model_config).quantized, load_format)
-        return cls._fitting_adapter(path, model_config)
-
-    @classmethod
-    def _fitting_adapter(cls, path: str, model_config: ModelConfig) -> lora.LoraAdapter:
-        """Read an adapter; raise ValueError unless all of it fits this model."""
-        adapter = lora.read_adapter(path, model_config)
-        lora.check_coverage(adapter, cls.manifest(model_config).shapes)
-        return adapter
+        manifest = cls.manifest(model_config)
+        lora.check_mergeable(path, manifest.quantized, load_format)
+        return lora.fitting_adapter(path, model_config, manifest.shapes)
 
     def check_adapter(self, name: str, path: str) -> None:
         """Raise ValueError if requests cannot choose the adapter in `path` by `name`."""
-        from dllm_plugin.config.decode import get_decode_config
-
-        adapter = self._fitting_adapter(path, self.vllm_config.model_config)
-        check_layers_alone(adapter)
-        check_strategy(adapter, name, get_decode_config(self.vllm_config).method)
+        model_config = self.vllm_config.model_config
+        shapes = self.manifest(model_config).shapes
+        adapter = lora.fitting_adapter(path, model_config, shapes)
+        lora.check_layers_alone(adapter)
+        lora.check_strategy(adapter, name, get_decode_config(self.vllm_config).method)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Compute logits: [rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
@@ -168,12 +155,14 @@ class DiffusionModel:
             self.manifest(model_config).quantized
             or model_config.quantization is not None
         )
-        check_packing(quantized, current_platform.is_cpu())
+        if quantized and current_platform.is_cpu():
+            raise ValueError(
+                "Quantised weights cannot be updated in place on CPUs, where vLLM packs them "
+                "once, at load: start the engine again."
+            )
 
     def new_update(self, backend: str) -> WeightUpdate:
         """Return what checks an update of the weights that `backend` of vLLM brings."""
-        from dllm_plugin.config.decode import get_decode_config
-
         config = get_decode_config(self.vllm_config)
         self.check_packing()
         check_updatable(config.lora_path, config.merged_updates)

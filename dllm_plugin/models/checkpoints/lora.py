@@ -223,6 +223,15 @@ def read_adapter(path: str, model_config: ModelConfig) -> LoraAdapter:
     return adapter
 
 
+def fitting_adapter(
+    path: str, model_config: ModelConfig, shapes: Shapes
+) -> LoraAdapter:
+    """Read an adapter; raise ValueError unless all of it fits the served model."""
+    adapter = read_adapter(path, model_config)
+    check_coverage(adapter, shapes)
+    return adapter
+
+
 def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
     """Raise ValueError unless the loader passes the base's own full matrices."""
     if quantized or load_format in FORMATS_WITHOUT_MERGE:

@@ -242,15 +242,6 @@ class WeightUpdate(CheckedWeights):
             super().finish()
 
 
-def check_packing(quantized: bool, on_cpu: bool) -> None:
-    """Raise ValueError if vLLM cannot put new weights in place of those that it packed."""
-    if quantized and on_cpu:
-        raise ValueError(
-            "Quantised weights cannot be updated in place on CPUs, where vLLM packs them once, at "
-            "load: start the engine again."
-        )
-
-
 def check_updatable(lora_path: str | None, merged: bool) -> None:
     """Raise ValueError if an adapter was merged and updates have only the base's weights."""
     if lora_path and not merged:
