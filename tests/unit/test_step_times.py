@@ -252,6 +252,10 @@ def test_the_model_of_a_mixture(
     assert weights.chosen == given["num_experts_per_tok"] < weights.experts
     assert weights.small == stored - (weights.experts - weights.chosen) * weights.expert
     costs = model_costs(config, get_decode_config(config))
+    config.model_config.quantization = "fp8_per_channel"
+    halved = weight_bytes(config, files)
+    assert 0.5 * weights.small < halved.small < weights.small
+    assert halved.expert / weights.expert == pytest.approx(halved.small / weights.small)
     all_read = (weights.experts - weights.chosen) * costs.per_expert
     assert costs.step(1, 1, 0) == pytest.approx(1)
     assert costs.step(costs.free, 1, 0) == pytest.approx(1 + all_read, rel=1e-3)

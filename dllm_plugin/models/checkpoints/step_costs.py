@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 
 from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.quantisation import is_online
 from dllm_plugin.config.step_times import load, own_path
 from dllm_plugin.decoding.step_costs import (
     Costs,
@@ -22,7 +23,11 @@ from dllm_plugin.decoding.step_costs import (
     WeightBytes,
     costs_of,
 )
-from dllm_plugin.models.checkpoints.sizes import kv_item_bytes
+from dllm_plugin.models.checkpoints.sizes import (
+    kv_item_bytes,
+    layer_bytes,
+    sizes_of,
+)
 from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 EXPERTS = ".experts."  # in the names of their tensors
@@ -59,14 +64,24 @@ def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
 def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
     """Return what steps read of the weights in these safetensors files."""
     model_config = vllm_config.model_config
-    stored = sum(file.stat().st_size for file in files)
+    kept = _kept_share(model_config)
+    stored = kept * sum(file.stat().st_size for file in files)
     experts = model_config.get_num_experts()
-    of_experts = sum(map(_bytes_of_experts, files)) if experts else 0
+    of_experts = kept * sum(map(_bytes_of_experts, files)) if experts else 0
     if not of_experts:
         return WeightBytes(stored)
     chosen = model_config.hf_text_config.num_experts_per_tok
     expert = of_experts / experts
     return WeightBytes(stored - (experts - chosen) * expert, expert, experts, chosen)
+
+
+def _kept_share(model_config: ModelConfig) -> float:
+    """Return the share of its bytes that a checkpoint keeps if it is quantised at load."""
+    if not is_online(model_config):
+        return 1.0
+    sizes = sizes_of(model_config.hf_text_config)
+    each = layer_bytes(model_config.quantization, 2)
+    return sizes.weight_bytes(each) / sizes.weight_bytes()
 
 
 def _bytes_of_experts(file: Path) -> int:
