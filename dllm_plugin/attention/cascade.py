@@ -12,7 +12,7 @@ R requests, B sequences, T tokens, C canvas positions.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +22,9 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 
 from dllm_plugin.attention.backends import FLASH_ATTN
-from dllm_plugin.attention.kv_groups import KVGroups
+from dllm_plugin.attention.kv_groups import ExtraArguments, KVGroups
 from dllm_plugin.config.decode import get_decode_config
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ LAUNCH_COST = 21_845
 POSITIONS_PER_READ = 80
 
 
-class CanvasSuffix(ModelSpecificAttnMetadata):
+class CanvasSuffix(NamedTuple):
     """Describe the sequences of the suffix, for the backend's metadata builder.
 
     start_loc int32 ``[B + 1]``, first query of each block; keys int32 ``[B]``, how many positions
@@ -48,17 +47,10 @@ class CanvasSuffix(ModelSpecificAttnMetadata):
     computes.
     """
 
-    def __init__(
-        self, start_loc: Tensor, keys: Tensor, request: Tensor, length: int
-    ) -> None:
-        self.start_loc, self.keys, self.request = start_loc, keys, request
-        self.length = length
-
-    def get_extra_attn_kwargs(
-        self, attn_metadata_builder: Any, num_reqs: int
-    ) -> dict[str, Any]:
-        """Return the same arguments for every KV cache group."""
-        return {"canvas_suffix": self}
+    start_loc: Tensor
+    keys: Tensor
+    request: Tensor
+    length: int
 
 
 def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int, int]:
@@ -180,6 +172,6 @@ class CascadeBuffers:
             max_seq_len=max_seq_len,
             positions=batch.positions,
             causal=False,
-            model_specific_attn_metadata=suffix,
+            model_specific_attn_metadata=ExtraArguments(canvas_suffix=suffix),
             **groups._asdict(),
         )

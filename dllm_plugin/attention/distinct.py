@@ -6,7 +6,7 @@ preemption and whatever else moves whole pages see no difference. GPUs run Trito
 plain-torch reference implementation.
 
 One kernel serves prompts and canvases alike. A request is one span of fresh positions, and one
-integer per token counts the keys that the token sees (:class:`Spans`). That
+integer per token counts the keys that the token sees (:meth:`SpanBuffers.fill`). That
 covers a bidirectional prompt, blocks from the prompt or on an absolute grid, ragged blocks and the
 dual cache without a mask tensor. The launch grid depends only on numbers of tokens and requests,
 so one captured graph serves every length.
@@ -25,23 +25,13 @@ Under that layout a request stays one sequence: a span of fresh positions. R req
 segments, T tokens.
 """
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
-from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
-
-from dllm_plugin.attention.kv_groups import KVGroups
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.config import VllmConfig
+import torch
+from torch import Tensor
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -54,8 +44,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
 from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
+from dllm_plugin.attention.kv_groups import ExtraArguments, KVGroups
 from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
 from dllm_plugin.kernels.paged_attention import reference as attention_reference
@@ -63,7 +55,7 @@ from dllm_plugin.kernels.paged_attention import reference as attention_reference
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 PAGE = 64  # one tile of keys
 
@@ -91,14 +83,8 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def __init__(
-        self,
-        kv_cache_spec: "KVCacheSpec",
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
 
     def build(
         self,
@@ -110,7 +96,7 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
     ) -> DistinctMetadata:
         """Build the metadata of one forward.
 
-        The last two arguments come from :class:`Spans`.
+        The last two arguments come from :meth:`SpanBuffers.fill`.
         """
         assert span_start is not None and keys_seen is not None
         return DistinctMetadata(
@@ -273,23 +259,6 @@ class DistinctBackend(AttentionBackend):
         return True
 
 
-class Spans(ModelSpecificAttnMetadata):
-    """Describe the spans of a step, for the backend's metadata builder.
-
-    span_start int32 ``[R]``, absolute position of each request's first token;
-    keys_seen int32 ``[T]``: a token sees the keys ``[0, keys_seen)`` of its request.
-    """
-
-    def __init__(self, span_start: Tensor, keys_seen: Tensor) -> None:
-        self.tensors = {"span_start": span_start, "keys_seen": keys_seen}
-
-    def get_extra_attn_kwargs(
-        self, attn_metadata_builder: Any, num_reqs: int
-    ) -> dict[str, Any]:
-        """Return the same arguments for every KV cache group."""
-        return self.tensors
-
-
 class SpanBuffers:
     """Build metadata with one sequence per request; own what captured CUDA graphs read."""
 
@@ -320,6 +289,8 @@ class SpanBuffers:
             num_tokens = batch.num_tokens_after_padding
         query_start_loc = batch.query_start_loc[: num_reqs + 1]
         query_start_loc_cpu = torch.from_numpy(batch.query_start_loc_np[: num_reqs + 1])
+        stop_R = batch.seq_lens[:num_reqs]
+        spans = self.fill(*segments, query_start_loc, stop_R, num_tokens)
         return build_attn_metadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -329,9 +300,7 @@ class SpanBuffers:
             seq_lens=batch.seq_lens,
             max_seq_len=max_seq_len,
             causal=False,
-            model_specific_attn_metadata=self.fill(
-                *segments, query_start_loc, batch.seq_lens[:num_reqs], num_tokens
-            ),
+            model_specific_attn_metadata=ExtraArguments(**spans),
             **groups._asdict(),
         )
 
@@ -342,8 +311,11 @@ class SpanBuffers:
         query_start_loc: Tensor,
         stop_R: Tensor,
         num_tokens: int,
-    ) -> Spans:
+    ) -> dict[str, Tensor]:
         """Compute the spans of one step on the device; tokens of no segment see nothing.
+
+        Returns span_start int32 ``[R]``, absolute position of each request's first token, and
+        keys_seen int32 ``[T]``: a token sees the keys ``[0, keys_seen)`` of its request.
 
         Args:
             stop_R: int32, absolute position after each request's last token.
@@ -354,4 +326,4 @@ class SpanBuffers:
         seen_T = torch.index_select(keys, 0, segment_T, out=self.seen_T[:num_tokens])
         start_R = self.start_R[: len(stop_R)]
         torch.sub(stop_R, query_start_loc.diff(), out=start_R)
-        return Spans(start_R, seen_T)
+        return {"span_start": start_R, "keys_seen": seen_T}

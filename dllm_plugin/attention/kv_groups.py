@@ -1,7 +1,7 @@
-"""Name what vLLM's runner prepares for each KV cache group of a step, and clear pages."""
+"""Pass arguments of a step to the metadata builder of each KV cache group; clear pages."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -26,6 +27,19 @@ class KVGroups(NamedTuple):
     slot_mappings: Tensor
     attn_groups: "list[list[AttentionGroup]]"
     kv_cache_config: "KVCacheConfig"
+
+
+class ExtraArguments(ModelSpecificAttnMetadata):
+    """Hand further arguments to the `build` of our metadata builders, alike for every group."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+    def get_extra_attn_kwargs(
+        self, attn_metadata_builder: Any, num_reqs: int
+    ) -> dict[str, Any]:
+        """Return the same arguments for every KV cache group."""
+        return self.arguments
 
 
 def clear_pages(

@@ -277,9 +277,7 @@ def spans_of(sequences: Sequences, batch: InputBatch) -> dict[str, Tensor]:
     segments = (starts, keys.to(torch.int32))
     query_start_loc = batch.query_start_loc[: batch.num_reqs + 1].to(torch.int32)
     stop = batch.seq_lens[: batch.num_reqs].to(torch.int32)
-    return buffers.fill(
-        *segments, query_start_loc, stop, batch.num_tokens + PADDING
-    ).tensors
+    return buffers.fill(*segments, query_start_loc, stop, batch.num_tokens + PADDING)
 
 
 @pytest.mark.parametrize(
