@@ -1,5 +1,6 @@
 """Check that the settings of a measurement fit together. Light imports only."""
 
+from diffuplug_bench.model_shapes import W4A16
 from diffuplug_bench.settings import BASELINES, WATCHED, Settings, refreshes_of
 from diffuplug_bench.step import schedule
 from dllm_plugin.commands.options import flag_of
@@ -109,6 +110,11 @@ def _check_dummy(settings: Settings) -> None:
 
 def _check_checkpoint(settings: Settings, input_len: int | None) -> None:
     """Raise ValueError for options of dummy weights."""
+    if settings.quantization == W4A16:
+        raise ValueError(
+            f"--quantization {W4A16} is a form of dummy weights: use --shapes, or take --model "
+            "that is stored in it."
+        )
     if settings.tokens_per_forward is not None:
         raise ValueError(
             "--tokens-per-forward is measured on a checkpoint: use --shapes."

@@ -50,9 +50,16 @@ def run(
         settings = engines.with_dtype(settings, model, _length(settings, model))
         gates: list[dict[str, Any]] = []
         line["gates"] = gates
+        checks = {}
         for canvas in settings.canvas:
-            verdict = gate.check(settings, canvas, reference)
-            progress.done(f"gate, canvas {canvas}", verdict.sentence)
+            checks[f"canvas {canvas}"] = partial(
+                gate.check, settings, canvas, reference
+            )
+        if engines.precision(settings) or settings.head_quantization:
+            checks["quantised"] = partial(gate.check_quantised, settings)
+        for name, check in checks.items():
+            verdict = check()
+            progress.done(f"gate, {name}", verdict.sentence)
             gates.append(verdict.record)
             if not verdict.green:
                 line |= {"gate": "red", "problem": verdict.sentence}

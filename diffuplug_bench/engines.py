@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from diffuplug_bench.model_shapes import (
     SHAPES,
+    W4A16,
     Config,
     autoregressive_config,
+    stored_in_4_bits,
     write_config,
 )
 from diffuplug_bench.request_loop import Ask
@@ -47,6 +49,8 @@ def find_model(settings: Settings, scratch: Path) -> Model:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     if settings.shapes is not None:
         config = SHAPES[settings.shapes]
+        if settings.quantization == W4A16:
+            config = stored_in_4_bits(config)
         return Model(
             write_config(config, scratch / settings.shapes), config, is_real=False
         )
@@ -106,7 +110,15 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
     if on_cpu() or settings.shapes in (None, "tiny") and settings.model is None:
         options |= BUNDLED_MEMORY
     names = ("gpu_memory_utilization", "kv_cache_memory_bytes")
-    return options | settings.given(*names, "quantization", "kv_cache_dtype")
+    return options | settings.given(*names) | precision(settings)
+
+
+def precision(settings: Settings) -> dict[str, Any]:
+    """Return vLLM's options of the asked precision; weights stored in 4 bits need none."""
+    names = ["kv_cache_dtype"]
+    if settings.quantization != W4A16:
+        names.append("quantization")
+    return settings.given(*names)
 
 
 def start_ours(
@@ -181,6 +193,8 @@ def start_autoregressive(
     `compiled` says whether our engine is: on a CPU plain vLLM compiles what ours does not.
     """
     config = autoregressive_config(model.config)
+    if settings.quantization == W4A16:
+        config = stored_in_4_bits(config)
     folder = write_config(config, scratch / "autoregressive")
     options = _common(settings, length, max(settings.requests)) | DUMMY
     options["model"] = folder

@@ -3,7 +3,7 @@
 The engine decodes the bundled model with the device, strategy, canvas, block length, graphs and
 scheduling of the measurement, but in float32 and so with an attention backend that takes float32.
 The reference implementation is a plain loop on the CPU (`dllm_plugin.reference`). Both must
-agree on every token.
+agree on every token. If another precision is measured, a second engine answers problems in it.
 """
 
 import math
@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diffuplug_bench.engines import describe
+from diffuplug_bench.engines import describe, precision
+from diffuplug_bench.problems import problem_prompts, problems_of, score
 from diffuplug_bench.request_loop import Ask, Run, asking_for, serve
-from diffuplug_bench.settings import Settings, refreshes_of
+from diffuplug_bench.settings import BLOCK_DIFFUSION, Settings, refreshes_of
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
@@ -28,6 +29,7 @@ SINGLE_BLOCK_FROM = (
 BLOCKS = 2
 LEAST_TOKENS = 64
 CONTEXT = 512
+RIGHT, ASKED = 19, 20  # problems, in the precision that is measured
 
 
 class Verdict(NamedTuple):
@@ -77,6 +79,32 @@ def check(settings: Settings, canvas: int, reference: Path | None = None) -> Ver
         else f"{record['tokens']} tokens of {len(got)} answers equal the plain loop's."
     )
     return Verdict(not wrong, sentence, record)
+
+
+def check_quantised(settings: Settings) -> Verdict:
+    """Answer `ASKED` problems of the bundled model in the measured precision, eagerly."""
+    problems = problems_of(ASKED)
+    dllm = {"strategy": BLOCK_DIFFUSION} | settings.given("head_quantization")
+    options = bundled_options(dllm) | {
+        "dtype": settings.dtype,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    llm = start_engine(options | precision(settings))
+    tokenizer = llm.get_tokenizer()
+    asks = []
+    for prompt in problem_prompts(tokenizer, problems):
+        asks.append(Ask(prompt, {"max_tokens": CONTEXT // 2}))
+    run, chosen = serve(llm, asks, ASKED), describe(llm)
+    stop_engine(llm)
+    answers = [answer.token_ids for answer in run.answers]
+    accuracy = score(tokenizer, answers, problems, is_bundled=True)["accuracy"]
+    right = round(accuracy * ASKED)
+    sentence = f"{right} of {ASKED} answers of the bundled model are right, quantised."
+    if right < RIGHT:
+        sentence += " Nothing is measured."
+    record = {"model": "bundled", "right": right, "asked": ASKED, "engine": chosen}
+    return Verdict(right >= RIGHT, sentence, record)
 
 
 def answer_length(settings: Settings, canvas: int) -> int:

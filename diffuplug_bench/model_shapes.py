@@ -24,6 +24,9 @@ AUTOREGRESSIVE = {
     "nemotron_labs_diffusion": ("LlamaForCausalLM", "llama"),
 }
 
+W4A16 = "w4a16"  # as a quantisation: weights of 4 bits as they are stored, none of vLLM's names
+GROUP = 128  # inputs that share a scale then
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -137,6 +140,24 @@ def autoregressive_config(config: Config) -> Config:
         "bos_token_id": None,
         "eos_token_id": config.get("eos_token_id"),
     }
+
+
+def stored_in_4_bits(config: Config) -> Config:
+    """Return the config of a checkpoint whose layers, but not the LM head, have 4 bits."""
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": min(GROUP, Sizes.of(config).width),
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "model.transformer.ff_out"],
+    }
+    return config | {"quantization_config": quantization}
 
 
 def schedule_of(config: Config, strategy: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffuplug_bench.checks import check
-from diffuplug_bench.model_shapes import SHAPES
+from diffuplug_bench.model_shapes import SHAPES, W4A16
 from diffuplug_bench.settings import (
     ADAPTIVE,
     BASELINES,
@@ -133,7 +133,8 @@ def _add_engine(parser: argparse.ArgumentParser, mode: str) -> None:
     )
     parser.add_argument("--attention-backend", help="as in vLLM")
     text = "as in vLLM, of plain vLLM too"
-    parser.add_argument("--quantization", help=text)
+    form = f"; with --shapes also {W4A16}, stored so"
+    parser.add_argument("--quantization", help=text + form)
     parser.add_argument("--kv-cache-dtype", help=text)
     parser.add_argument("--head-quantization", help=DECODE_OPTION)
     parser.add_argument(
