@@ -6,6 +6,7 @@ that ask for the fixture `llm` are sorted by the name of their engine, across fi
 """
 
 from pathlib import PurePath
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -138,6 +139,14 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
+
+    def _reschedule(self, node: Any) -> None:
+        """Give a worker its next scope before its last test, which runs only then.
+
+        Earlier, a scope would wait for a long test while another worker has nothing to do.
+        """
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 def sort(items: list[pytest.Item]) -> None:

@@ -1,20 +1,22 @@
 """A fresh engine on a CPU with AMX answers a first prompt of one token.
 
-Each case is a process of its own: what asks for tiles once has asked for its whole process.
+Each case is a process of its own: what asks for tiles once has asked for its whole process. The
+template of forks asks for none.
 """
 
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
 from engines import CHECKPOINTS
+from forked import PYTHON
 
 from dllm_plugin import default_model
 
 pytestmark = [
+    pytest.mark.usefixtures("template"),
     pytest.mark.slow,
     pytest.mark.skipif(
         not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"
@@ -58,7 +60,7 @@ def test_the_shortest_first_prompt_is_answered(
     model: object, environment: dict[str, str]
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model)],
+        [PYTHON, "-c", SCRIPT, str(model)],
         env=os.environ | environment,
         capture_output=True,
         text=True,

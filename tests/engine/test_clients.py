@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
 from documented import ROOT
@@ -302,7 +303,7 @@ def test_vllm_bench_serve(server: Server) -> None:
     }
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
     command = [
-        sys.executable,
+        forked.PYTHON,
         "-m",
         "vllm.entrypoints.cli.main",
         "bench",
