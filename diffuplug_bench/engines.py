@@ -163,17 +163,23 @@ def options_of_ours(
     options |= settings.given("attention_backend", "compilation_config")
     if most > DEFAULT_CANVASES:
         options["max_num_batched_tokens"] = _budget(settings, length + most * canvas)
-    if trace is not None:
-        options["profiler_config"] = {
-            "profiler": "torch",
-            "torch_profiler_dir": str(trace),
-            "torch_profiler_activities": ["CUDA"],  # less work for the host
-            "torch_profiler_with_stack": False,
-            "torch_profiler_use_gzip": False,
-            "torch_profiler_dump_cuda_time_total": False,
-            "ignore_frontend": True,
-        }
-    return options
+    return options | _profiler(trace)
+
+
+def _profiler(trace: Path | None) -> dict[str, Any]:
+    """Return the options of an engine whose steps can be traced into a folder, if any."""
+    if trace is None:
+        return {}
+    profiler = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(trace),
+        "torch_profiler_activities": ["CUDA"],  # less work for the host
+        "torch_profiler_with_stack": False,
+        "torch_profiler_use_gzip": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    return {"profiler_config": profiler}
 
 
 def _budget(settings: Settings, needed: int) -> int:
@@ -186,11 +192,17 @@ def _budget(settings: Settings, needed: int) -> int:
 
 
 def start_autoregressive(
-    settings: Settings, model: Model, length: int, scratch: Path, compiled: bool
+    settings: Settings,
+    model: Model,
+    length: int,
+    scratch: Path,
+    compiled: bool,
+    trace: Path | None = None,
 ) -> "LLM":
     """Start plain vLLM with its own defaults and dummy weights, in the sizes of `model`.
 
-    `compiled` says whether our engine is: on a CPU plain vLLM compiles what ours does not.
+    `compiled` says whether our engine is: on a CPU plain vLLM compiles what ours does not. Sizes of
+    CUDA graphs are those of our engine, if they are given.
     """
     config = autoregressive_config(model.config)
     if settings.quantization == W4A16:
@@ -200,7 +212,10 @@ def start_autoregressive(
     options["model"] = folder
     if on_cpu() and not compiled:
         options["enforce_eager"] = True
-    return start(settings, options)
+    sizes = (settings.compilation_config or {}).get("cudagraph_capture_sizes")
+    if sizes is not None:
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return start(settings, options | _profiler(trace))
 
 
 def start(settings: Settings, options: dict[str, Any]) -> "LLM":

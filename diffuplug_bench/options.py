@@ -166,6 +166,9 @@ def _add_adaptive(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         help="with --shapes, p0:lambda (default: 0.9:2.5), or tokens a round: 2,4,6",
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="of drafts: where a step's time goes"
+    )
 
 
 def _add_map(parser: argparse.ArgumentParser) -> None:

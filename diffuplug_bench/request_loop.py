@@ -132,6 +132,21 @@ def serve(
     return run
 
 
+def decode_rate(run: Run, requests: int) -> float:
+    """Return the tokens per second while the first `requests` of a run all decode."""
+    first = run.answers[:requests]
+    begin = max(answer.arrivals[0].step for answer in first)
+    end = min(answer.arrivals[-1].step for answer in first)
+    tokens = 0
+    for answer in run.answers:
+        for arrival in answer.arrivals:
+            if begin < arrival.step <= end:
+                tokens += arrival.tokens
+    if end == begin:
+        raise ValueError(NEVER_AT_ONCE.format(requests))
+    return tokens / (run.stamps[end] - run.stamps[begin])
+
+
 def all_decode(run: Run, requests: int) -> bool:
     """Return whether so many requests have got their first tokens."""
     return sum(bool(answer.arrivals) for answer in run.answers) == requests

@@ -1,8 +1,10 @@
 """Run ``diffuplug bench adaptive`` on models that verify their drafts: tokens per second by load.
 
 Weights are dummies: each draft is accepted by a random number, with the probability at which
-endless drafts would bring ``--acceptance`` tokens a round. Steps are timed in the same engine, so
-that each row has its bound: the tokens per forward by what a forward costs more than a plain one.
+endless drafts would bring ``--acceptance`` tokens a round. Plain vLLM is measured first, and steps
+are timed in the engine that drafts. The bound of a row is its tokens per forward, divided by the
+time of its forwards in plain ones; `of_bound` is the share of it that the tokens per second reach
+by plain vLLM's, while all requests decode. Below the acceptance `break_even` no drafts pay.
 """
 
 import argparse
@@ -16,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from diffuplug_bench import engines, report
-from diffuplug_bench.adaptive.widths import BY_LOAD, NO_WIDTHS, Requests, add_plain
+from diffuplug_bench.adaptive.widths import BY_LOAD, NO_WIDTHS, Requests, plain_engine
 from diffuplug_bench.options import settings_of, whole_numbers
-from diffuplug_bench.request_loop import Run
+from diffuplug_bench.request_loop import Run, decode_rate
 from diffuplug_bench.serving.requests import context_needed
 from diffuplug_bench.settings import DRAFTS, Settings
+from diffuplug_bench.step.profile import trace_steps
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.acceptance import SHARES
@@ -38,47 +41,128 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     progress = report.Progress()
     line = report.surroundings(settings, command) | {"benchmark": "drafts"}
     with tempfile.TemporaryDirectory(prefix="diffuplug-") as folder:
-        model = engines.find_model(settings, Path(folder))
-        longest = settings.block(settings.canvas[0])
+        scratch = Path(folder)
+        trace = scratch if settings.profile else None
+        model = engines.find_model(settings, scratch)
         length = context_needed(settings, model)
+        of_plain = (settings, model, length, scratch, progress, line)
+        plain: dict[int, Run] = {}
+        if not engines.on_cpu():
+            plain = _plain_runs(*of_plain)
         canvas = settings.canvas[0]
-        options = engines.options_of_ours(settings, model, canvas, length)
+        options = engines.options_of_ours(settings, model, canvas, length, trace)
         options["additional_config"] = {"dllm": _dllm(settings, args.strategy)}
         llm = engines.start(settings, options)
         progress.done("engine start")
-        method = get_decode_config(llm.llm_engine.vllm_config).method
         requests = Requests(settings, model, llm, "dllm_block_length")
-        rows: list[dict[str, Any]] = []
-        # From the highest on: the controller learns only while it drafts.
-        for tokens in reversed(accepted):
-            share = 1 - 1 / tokens
-            llm.collective_rpc("accept_drafts", args=(share, settings.seed))
-            if not rows:
-                requests.compile(max(settings.requests))
-            for n in settings.requests:
-                for fixed in (None, *lengths):
-                    teaches = fixed is None and n == settings.requests[0]
-                    done = requests.serve(n, fixed, teaches)
-                    rows.append(_row(n, tokens, fixed or BY_LOAD, done))
-                    progress.done(f"{n} requests, {tokens}", json.dumps(rows[-1]))
+        method = get_decode_config(llm.llm_engine.vllm_config).method
         rows_of = method.rows or int
-        widths = [rows_of(drafts) for drafts in doubled(longest)]
-        context = settings.input_len + settings.output_len // 2
-        times = _time_steps(llm, settings, widths, context)
-        progress.done("steps")
+        widths = [rows_of(drafts) for drafts in doubled(settings.block(canvas))]
+        times = _time_steps(llm, settings, widths)
+        even = break_even(method.drafted, times)
+        progress.done("steps", report.table_of("break_even", even))
+        rows = _measure(requests, accepted, lengths, times, even, plain, progress)
+        line["profile"] = _profile(requests, trace, progress)
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
         stop_engine(llm)
         del llm, requests  # the next start leaves what is still there uncollected
-        for row in rows:
-            row["bound"] = bound(row, times)
-        if "ar" in settings.versus:
-            add_plain(rows, settings, model, length, Path(folder), progress)
+        if engines.on_cpu():
+            # Within one process vLLM extends the class of our worker, not after that of its own.
+            plain = _plain_runs(*of_plain)
+    for row in rows:
+        if plain:
+            _compare(row, plain[row["requests"]])
     print(report.table_of("drafts", rows))
-    even = break_even(method.drafted, times)
     print(f"break-even:\n{report.table_of('break_even', even)}")
     steps = [(*load, ms) for load, ms in times.items()]
     print(json.dumps(line | {"rows": rows, "steps": steps, "break_even": even}))
     return 0
+
+
+def _plain_runs(
+    settings: Settings,
+    model: engines.Model,
+    length: int,
+    scratch: Path,
+    progress: report.Progress,
+    line: dict[str, Any],
+) -> dict[int, Run]:
+    """Return a run of plain vLLM at every number of requests; none unless asked for."""
+    runs: dict[int, Run] = {}
+    if "ar" not in settings.versus:
+        return runs
+    trace = scratch if settings.profile else None
+    with plain_engine(settings, model, length, scratch, progress, trace) as requests:
+        for n in settings.requests:
+            runs[n] = requests.serve(n, None)
+            rate = decode_rate(runs[n], n)
+            progress.done(f"{n} requests, plain vLLM", f"{rate:.1f} tokens/s")
+        line["plain_profile"] = _profile(requests, trace, progress)
+    return runs
+
+
+def _measure(
+    requests: Requests,
+    accepted: list[int],
+    lengths: list[int],
+    times: Times,
+    even: list[dict[str, Any]],
+    plain: dict[int, Run],
+    progress: report.Progress,
+) -> list[dict[str, Any]]:
+    """Return a row for each acceptance, number of requests and length."""
+    settings, rows = requests.settings, list[dict[str, Any]]()
+    least = {row["requests"]: row["acceptance"] for row in even}
+    # From the highest on: the controller learns only while it drafts.
+    for tokens in reversed(accepted):
+        share = 1 - 1 / tokens
+        requests.llm.collective_rpc("accept_drafts", args=(share, settings.seed))
+        if not rows:
+            requests.compile(max(settings.requests))
+        for n in settings.requests:
+            for fixed in (None, *lengths):
+                teaches = fixed is None and n == settings.requests[0]
+                done = requests.serve(n, fixed, teaches)
+                row = _row(n, tokens, fixed or BY_LOAD, done)
+                row |= {"break_even": least[n], "bound": bound(row, times)}
+                if n in plain:
+                    _compare(row, plain[n])
+                rows.append(row)
+                table = report.table_of("drafts", [row])
+                progress.done(f"{n} requests, {tokens}", table)
+    return rows
+
+
+def _compare(row: dict[str, Any], plain: Run) -> None:
+    """Add the tokens per second of plain vLLM, and the shares that are judged."""
+    rate = plain.tokens / plain.seconds
+    decode = decode_rate(plain, row["requests"])
+    speedup = row["decode_tokens_per_s"] / decode
+    row |= {"ar_tokens_per_s": rate, "ar_decode_tokens_per_s": decode}
+    row["speedup_vs_ar"] = row["tokens_per_s"] / rate
+    row |= {"decode_speedup": speedup, "of_bound": speedup / row["bound"]}
+
+
+def _profile(
+    requests: Requests, trace: Path | None, progress: report.Progress
+) -> list[dict[str, Any]]:
+    """Return where a step's time goes, for the fewest requests and the two largest numbers."""
+    found: list[dict[str, Any]] = []
+    if trace is None:
+        return found
+    counts = requests.settings.requests
+    for n in sorted({counts[0], *counts[-2:]}):
+        done = requests.serve(n, None)
+        first = done.answers[:n]
+        begin = max(answer.arrivals[0].step for answer in first)
+        end = min(answer.arrivals[-1].step for answer in first)
+        step_ms = 1e3 * (done.stamps[end] - done.stamps[begin]) / (end - begin)
+        asks = requests.take(n, None)
+        found.append(trace_steps(requests.llm, asks, trace, step_ms, refreshes=True))
+        table = report.table_of("profile", found[-1:])
+        largest = {name: found[-1].get(name) for name in ("largest", "forward_largest")}
+        progress.done(f"profile of {n} requests", f"{table}\n{json.dumps(largest)}")
+    return found
 
 
 def _settings(args: argparse.Namespace) -> tuple[Settings, list[int], list[int]]:
@@ -112,13 +196,15 @@ def _row(n: int, tokens: int, length: int | str, run: Run) -> dict[str, Any]:
         "acceptance": tokens,
         "length": length,
         "tokens_per_s": run.tokens / run.seconds,
+        "decode_tokens_per_s": decode_rate(run, n),
         "tokens_per_forward": run.tokens / run.forwards,
         "mean_rows": run.canvas_positions / run.forwards,
     }
 
 
-def _time_steps(llm: Any, settings: Settings, widths: list[int], context: int) -> Times:
-    """Return the time of every step."""
+def _time_steps(llm: Any, settings: Settings, widths: list[int]) -> Times:
+    """Return the time of every step, in the middle of an answer."""
+    context = settings.input_len + settings.output_len // 2
     arguments = (list(settings.requests), widths, [context])
     timed = llm.collective_rpc("time_steps", args=arguments)[0]
     return {(n, rows): ms for n, rows, _, ms in timed}

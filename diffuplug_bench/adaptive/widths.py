@@ -8,7 +8,8 @@ Each row is printed once it is measured, as JSON.
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,10 @@ def _settings(
     # Options and requests are those of the mode throughput.
     rate = 1.0 if is_dummy else None
     settings = settings_of(args, mode="throughput", tokens_per_forward=rate)
+    if settings.profile:
+        raise ValueError(
+            "--profile traces the strategies that verify drafts: leave it out"
+        )
     if "hf" in settings.versus or settings.versus and not is_dummy:
         raise ValueError(
             "--vs ar is the one baseline here, and it needs --shapes: leave --vs out"
@@ -155,17 +160,17 @@ class Requests:
 
         The controller keeps what it learned, so the warm-up that `teaches` is as long as a round.
         """
-        warmup = self._take(at_once, width, only_warms=not teaches)
+        warmup = self.take(at_once, width, only_warms=not teaches)
         serve(self.llm, warmup, at_once)
-        asks = self._take(at_once * self.settings.rounds, width)
+        asks = self.take(at_once * self.settings.rounds, width)
         return serve(self.llm, asks, at_once)
 
     def compile(self, at_once: int) -> None:
         """Compile a step of one request, and of more."""
         for few in range(1, min(2, at_once) + 1):
-            serve(self.llm, self._take(few, None, only_warms=True), few)
+            serve(self.llm, self.take(few, None, only_warms=True), few)
 
-    def _take(
+    def take(
         self, count: int, width: int | None, only_warms: bool = False
     ) -> list[Ask]:
         length, tokens = self.settings.input_len, self.settings.output_len
@@ -190,18 +195,33 @@ def add_plain(
     progress: report.Progress,
 ) -> None:
     """Add the tokens per second of plain vLLM at as many requests to each row."""
+    with plain_engine(settings, model, length, scratch, progress) as requests:
+        for n in settings.requests:
+            done = requests.serve(n, None)
+            rate = done.tokens / done.seconds
+            progress.done(f"{n} requests, plain vLLM", f"{rate:.1f} tokens/s")
+            for row in rows:
+                if row["requests"] == n:
+                    row["ar_tokens_per_s"] = rate
+                    row["speedup_vs_ar"] = row["tokens_per_s"] / rate
+
+
+@contextmanager
+def plain_engine(
+    settings: Settings,
+    model: Model,
+    length: int,
+    scratch: Path,
+    progress: report.Progress,
+    trace: Path | None = None,
+) -> Iterator[Requests]:
+    """Start plain vLLM for requests, and end it after them."""
     compiled = not engines.on_cpu()
-    llm = engines.start_autoregressive(settings, model, length, scratch, compiled)
+    llm = engines.start_autoregressive(
+        settings, model, length, scratch, compiled, trace
+    )
     progress.done("engine start, plain vLLM")
-    requests = Requests(settings, model, llm)
-    for n in settings.requests:
-        done = requests.serve(n, None)
-        rate = done.tokens / done.seconds
-        progress.done(f"{n} requests, plain vLLM", f"{rate:.1f} tokens/s")
-        for row in rows:
-            if row["requests"] == n:
-                row["ar_tokens_per_s"] = rate
-                row["speedup_vs_ar"] = row["tokens_per_s"] / rate
+    yield Requests(settings, model, llm)
     stop_engine(llm)
 
 

@@ -138,7 +138,8 @@ class AttentionSequences:
         self.block_tables: list[Tensor] = []
         # 1 for sequences whose attention is causal, read by captured graphs.
         self.causal: Tensor | None = None
-        # Which canvases of the last forward store their block, bool [R]; not of all methods.
+        # Which canvases of the last forward store their block, bool [R]; not of all methods, and
+        # None if each computes one position.
         self.stores_R: Tensor | None = None
         if method.causal_commit:
             self.causal = torch.zeros_like(self.seq_lens)
@@ -216,10 +217,12 @@ class AttentionSequences:
     ) -> bool | Tensor:
         """Return which sequences attend causally, int32 ``[B]``; False: none can.
 
-        Those of prompts do, and those of canvases whose block is stored by this step.
+        Those of prompts do, and those of canvases whose block is stored by this step. With one
+        query for each sequence, True is the same.
         """
-        if self.causal is None:
-            return False
+        self.stores_R = None
+        if self.causal is None or sequences.max_query_len == 1:
+            return self.causal is not None
         canvases = count_canvases(batch)
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
         causal_R = torch.ones(requests, dtype=torch.int32, device=self.states.device)
@@ -320,8 +323,8 @@ class AttentionSequences:
             self.seq_lens[:count],
             self._persistent(block_tables, padded) if block_tables else [],
             # A graph replays any block length, and kernels are chosen by the longest query. Two at
-            # least: FlashAttention 2 takes one to mean that every sequence has one query.
-            max(length, 2),
+            # least, unless every sequence has one query: FlashAttention 2 takes one to mean that.
+            length if self.causal is not None else max(length, 2),
         )
 
     def _text_ends(self, slots: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def uniform_graphs(
     if config.method.floats:
         return _floating_graphs(config, max(sizes, default=0), most)
     if config.draft_rows:
-        return _draft_graphs(config, max(sizes, default=0), most)
+        return _draft_graphs(config, sizes, most)
     canvases = block_counts(sizes, canvas, 1, max_num_seqs)
     alone = config.commit_alone_from
     if not alone:
@@ -171,12 +171,17 @@ def _floating_graphs(
     return graphs
 
 
-def _draft_graphs(config: DecodeConfig, room: int, most: int) -> dict[int, list[int]]:
-    """Return for each length of drafts, in rows, the numbers of requests to capture."""
-    counts = _counts(most, fine=FINE)
+def _draft_graphs(
+    config: DecodeConfig, sizes: list[int], most: int
+) -> dict[int, list[int]]:
+    """Return for each length of drafts, in rows, the numbers of requests to capture.
+
+    These are numbers among the sizes, since a step of one row has as many positions as requests.
+    """
+    counts = [n for n in _counts(most, fine=FINE) if n in sizes or n == most]
     graphs = {}
     for rows in config.draft_rows:
-        fits = [count for count in counts if count * rows <= room]
+        fits = [count for count in counts if count * rows <= max(sizes, default=0)]
         if fits:
             graphs[rows] = fits
     return graphs

@@ -19,8 +19,9 @@ MOST_STEPS = 20_000.0  # what came before them is forgotten
 FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that width
 SHARES = np.linspace(0.0, 0.99, 100)
 FIRST_SHARE = 0.85  # a guess
-FIRST_DRAFTS = 4.0  # how many drafts the guess counts for
-FADE = 1 - 1 / 512  # of what earlier steps have shown, with each step
+FIRST_STEPS = 4.0  # how many steps the guess counts for
+FADE = 1 - 1 / 64  # of what earlier steps have shown, with each step that drafts
+PLAIN_FADE = 1 - 1 / 2048  # with each step that does not
 
 
 def accepted(masks: float, p0: float, lam: float) -> float:
@@ -109,7 +110,11 @@ Drafted = Callable[[int, float], float]
 
 
 class DraftAcceptance:
-    """Estimate which share of drafts is accepted from forwards and tokens of each length."""
+    """Estimate which share of drafts is accepted from the tokens of each length.
+
+    Steps count alike for any number of requests: else a step of a few requests would change
+    nothing for minutes after steps of many.
+    """
 
     def __init__(self, widths: Sequence[int], drafted: Drafted) -> None:
         """Begin with a guess; `drafted`: tokens per forward by rows and share."""
@@ -118,28 +123,31 @@ class DraftAcceptance:
         self.curves = np.array([[drafted(w, s) for s in SHARES] for w in widths])
         self.steps = np.zeros(len(widths))
         self.tokens = np.zeros(len(widths))
+        # Weight of the share, and the weighted share.
+        self._guess = np.array([FIRST_STEPS, FIRST_STEPS * FIRST_SHARE])
 
     def observe(self, width: int, steps: int, tokens: int) -> None:
-        """Count what forwards of requests committed."""
-        self.steps *= FADE
-        self.tokens *= FADE
-        self.steps[self.places[width]] += steps
-        self.tokens[self.places[width]] += tokens
+        """Count what a step brought: `steps` forwards of requests."""
+        fade = FADE if width > 1 else PLAIN_FADE
+        self.steps *= fade
+        self.tokens *= fade
+        self._guess *= fade
+        self.steps[self.places[width]] += 1
+        self.tokens[self.places[width]] += tokens / steps
 
     def share(self) -> float:
         """Return the share, by as many drafts as each length has shown."""
-        drafts, accepted_drafts = FIRST_DRAFTS, FIRST_DRAFTS * FIRST_SHARE
+        weight, weighted = self._guess
         for place in np.flatnonzero(self.steps):
             if self.widths[place] > 1:
                 brings = self.tokens[place] / self.steps[place]
                 share = np.interp(brings, self.curves[place], SHARES)
-                drafts += self.tokens[place]
-                accepted_drafts += self.tokens[place] * share
-        return float(accepted_drafts / drafts)
+                weight += self.tokens[place]
+                weighted += self.tokens[place] * share
+        return float(weighted / weight)
 
     def expected(self) -> tuple[tuple[float, float], np.ndarray]:
         """Return the share, with a zero, and the tokens per forward of each length."""
         share = self.share()
-        curve = np.array([self.drafted(width, share) for width in self.widths])
-        tokens = curve * FIT_STEPS + self.tokens
-        return (share, 0.0), tokens / (FIT_STEPS + self.steps)
+        tokens = [self.drafted(width, share) for width in self.widths]
+        return (share, 0.0), np.array(tokens)

@@ -147,10 +147,9 @@ class DiffusionModelState(ModelState):
         rows_T1: Any = self.model.draft_rows
         canvases = count_canvases(batch)
         rows_T1.zero_()
-        if not canvases:
-            return
         stores_R = self.sequences.stores_R
-        assert stores_R is not None
+        if not canvases or stores_R is None:
+            return
         lengths_R = batch.query_start_loc[: canvases + 1].diff()
         count = int(batch.query_start_loc_np[canvases])
         rows_T = (~stores_R).repeat_interleave(lengths_R, output_size=count)

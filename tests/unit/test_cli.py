@@ -102,6 +102,7 @@ COMMAND_OPTIONS = {
             "--acceptance",
             "--adaptive",
             "--min-window",
+            "--profile",
             "--widths",
         ]
     ),

@@ -107,6 +107,7 @@ from dllm_plugin.commands import cli, models, phases
             ["eval", "--schedule", "8", "--json"],
             "leave --all, --schedule and --questions out",
         ),
+        (["bench", "adaptive", "--profile"], "--profile traces the strategies"),
         (["eval", "--output", "."], "--output is where --all writes: add --all"),
         (
             ["eval", "--schedule", "8", "--output", "."],
