@@ -138,8 +138,7 @@ class AttentionSequences:
         self.block_tables: list[Tensor] = []
         # 1 for sequences whose attention is causal, read by captured graphs.
         self.causal: Tensor | None = None
-        # Which canvases of the last forward store their block, bool [R]; not of all methods, and
-        # None if each computes one position.
+        # Which canvases of the last forward store their block, bool [R]; None: not found out.
         self.stores_R: Tensor | None = None
         if method.causal_commit:
             self.causal = torch.zeros_like(self.seq_lens)
@@ -322,8 +321,7 @@ class AttentionSequences:
             self.query_start_loc_cpu,
             self.seq_lens[:count],
             self._persistent(block_tables, padded) if block_tables else [],
-            # A graph replays any block length, and kernels are chosen by the longest query. Two at
-            # least, unless every sequence has one query: FlashAttention 2 takes one to mean that.
+            # Two at least: FlashAttention 2 takes one to mean that every sequence has one query.
             length if self.causal is not None else max(length, 2),
         )
 
@@ -359,7 +357,6 @@ class AttentionSequences:
         starts, keys = self.query_start_loc[: count + 1], self.seq_lens[:count]
         on_host = captured_floating(batch, self.states, starts, keys)
         tables = self._persistent(block_tables, padded) if block_tables else []
-        # Two at least: as in `captured`.
         return SequenceTensors(
             starts, on_host, keys, tables, max(batch.num_tokens // batch.num_reqs, 2)
         )
