@@ -22,7 +22,7 @@ def _check_numbers(settings: Settings) -> None:
             raise ValueError(
                 f"--{name} must be whole numbers of at least 1, got {least}."
             )
-    names = ["tensor_parallel_size"]
+    names = ["tensor_parallel_size", "pipeline_parallel_size"]
     if settings.measures_steps:
         names.append("context")
     if settings.request_modes:

@@ -102,6 +102,7 @@ def _common(settings: Settings, length: int, at_once: int) -> dict[str, Any]:
         "seed": settings.seed,
         "enforce_eager": settings.enforce_eager,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
         "max_model_len": length,
         "max_num_seqs": at_once,
         "disable_log_stats": False,  # as in a server; each step then sends a message

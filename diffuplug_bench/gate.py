@@ -239,6 +239,7 @@ def _decode_engine(
             "max_model_len": context,
             "enforce_eager": settings.enforce_eager,
             "tensor_parallel_size": ranks,
+            "pipeline_parallel_size": settings.pipeline_parallel_size,
             "disable_log_stats": False,
             "compilation_config": _compilation(settings),
         }

@@ -123,6 +123,7 @@ class Settings:
     gpu_memory_utilization: float | None
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
     attention_backend: str | None
     compilation_config: dict[str, Any] | None
     quantization: str | None = None

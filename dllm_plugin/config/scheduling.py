@@ -16,10 +16,8 @@ logger = init_logger("vllm.dllm_plugin")
 
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
-SMALL_CARD, SMALL_CARD_REQUESTS = (
-    15 << 30,
-    16,
-)  # bytes of a GPU; a 16 GiB one reports fewer
+SMALL_CARD = 15 << 30  # bytes of a GPU; a 16 GiB GPU reports fewer than its name
+SMALL_CARD_REQUESTS = 16
 PAGE = 32  # tokens; CPU attention needs 32, GPUs a multiple of their default of 16
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
@@ -65,8 +63,9 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         )
 
 
-# Moves whole pages, keyed by the hashes of the prefix cache.
-CONNECTOR = "OffloadingConnector"
+# The first moves whole pages, keyed by the hashes of the prefix cache; the second moves all
+# pages of a prompt, of which the engine that decodes computes the last block again.
+CONNECTORS = ("OffloadingConnector", "NixlConnector")
 
 
 def connector_of(vllm_config: VllmConfig) -> str | None:
@@ -76,7 +75,7 @@ def connector_of(vllm_config: VllmConfig) -> str | None:
         if cache.kv_offloading_backend == "lmcache":
             return "LMCacheMPConnector"
         simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
-        return "SimpleCPUOffloadConnector" if simple else CONNECTOR
+        return "SimpleCPUOffloadConnector" if simple else CONNECTORS[0]
     return None if transfer is None else transfer.kv_connector
 
 
@@ -92,10 +91,10 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if name is None:
         return
     given = f"kv_connector {name} cannot be combined with"
-    if name != CONNECTOR:
+    if name not in CONNECTORS:
         raise ValueError(
             f"{given} diffusion decoding: it may store pages that a denoising step still "
-            f"changes, or ignore a request's block length. Take {CONNECTOR}."
+            f"changes, or ignore a request's block length. Take {' or '.join(CONNECTORS)}."
         )
     if "prefix_caching" in method.refuses or method.splits_prompt:
         raise ValueError(
@@ -109,6 +108,11 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         raise ValueError(
             "offload_prompt_only False cannot be combined with adaptive: keys of generated "
             "text depend on the pieces in which it was decided. Leave it out."
+        )
+    if extra.get("bidirectional_kv_xfer"):
+        raise ValueError(
+            f"{given} bidirectional_kv_xfer: the last block of a text was never stored. Leave "
+            "it out."
         )
 
 
@@ -163,45 +167,53 @@ def most_requests(chosen: int, defaults: set[int], device_bytes: int) -> int:
 
     A user's value that equals a default counts as a default.
     """
-    # performance_mode "throughput" doubles the default.
-    is_default = chosen in defaults | {2 * value for value in defaults}
-    small = device_bytes < SMALL_CARD and is_default
+    small = device_bytes < SMALL_CARD and is_default(chosen, defaults)
     return min(chosen, SMALL_CARD_REQUESTS) if small else chosen
+
+
+def _raise_budget(vllm_config: VllmConfig, needed: int, reason: str) -> None:
+    """Raise max_num_batched_tokens to `needed`, for a reason that is logged."""
+    scheduler = vllm_config.scheduler_config
+    if scheduler.max_num_batched_tokens >= needed:
+        return
+    logger.info(
+        "max_num_batched_tokens raised from %d to %d: %s.",
+        scheduler.max_num_batched_tokens,
+        needed,
+        reason,
+    )
+    scheduler.max_num_batched_tokens = needed
 
 
 def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
     """Raise the token budget to a prompt, or a chunk of a prompt, and many canvases."""
     scheduler = vllm_config.scheduler_config
-    chunked = scheduler.enable_chunked_prefill
     canvases = min(scheduler.max_num_seqs, CONCURRENT_CANVASES)
-    prompt = canvas_length if chunked else vllm_config.model_config.max_model_len
+    if scheduler.enable_chunked_prefill:
+        what, prompt = "a chunk of a prompt", canvas_length
+    else:
+        what, prompt = "a whole prompt", vllm_config.model_config.max_model_len
     needed = prompt + canvases * canvas_length
-    if scheduler.max_num_batched_tokens < needed:
-        logger.info(
-            "max_num_batched_tokens raised from %d to %d: %s must fit one step with %d canvases.",
-            scheduler.max_num_batched_tokens,
-            needed,
-            "a chunk of a prompt" if chunked else "a whole prompt",
-            canvases,
-        )
-        scheduler.max_num_batched_tokens = needed
+    reason = f"{what} must fit one step with {canvases} canvases"
+    _raise_budget(vllm_config, needed, reason)
 
 
 def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
     """Raise the token budget to the longest refresh: a whole context, its canvas included.
 
-    A budget that the user chose stays, and requests that cannot fit it are refused.
+    A budget that the user chose stays, and requests that cannot fit it are refused. A user's
+    value that equals a default of vLLM's counts as a default.
     """
-    scheduler = vllm_config.scheduler_config
-    needed = vllm_config.model_config.max_model_len
-    if scheduler.max_num_batched_tokens < needed and _is_default_budget(vllm_config):
-        logger.info(
-            "max_num_batched_tokens raised from %d to %d: a refresh computes prompt and canvas "
-            "in one step.",
-            scheduler.max_num_batched_tokens,
-            needed,
-        )
-        scheduler.max_num_batched_tokens = needed
+    defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
+    known = {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
+    if is_default(vllm_config.scheduler_config.max_num_batched_tokens, known):
+        reason = "a refresh computes prompt and canvas in one step"
+        _raise_budget(vllm_config, vllm_config.model_config.max_model_len, reason)
+
+
+def is_default(chosen: int, defaults: set[int]) -> bool:
+    """Return whether a value is a default, or twice of it: performance_mode "throughput"."""
+    return chosen in defaults | {2 * value for value in defaults}
 
 
 def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
@@ -235,18 +247,6 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             block,
         )
         cache.enable_prefix_caching = False
-
-
-def _is_default_budget(vllm_config: VllmConfig) -> bool:
-    """Return whether max_num_batched_tokens is one of vLLM's defaults.
-
-    A user's value that equals a default counts as a default.
-    """
-    defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
-    chosen = vllm_config.scheduler_config.max_num_batched_tokens
-    known = {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
-    # performance_mode "throughput" doubles the default.
-    return chosen in known | {2 * value for value in known}
 
 
 def refuse_adapters(vllm_config: VllmConfig, config: DecodeConfig) -> None:

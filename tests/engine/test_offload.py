@@ -149,7 +149,12 @@ ALL_TEXT = transfer(
         ("a2d-qwen3", {"strategy": "block_diffusion"}, OFFLOADING, AFTER),
         ("sdar", {}, transfer("ExampleConnector"), "kv_connector ExampleConnector"),
         ("sdar", {}, transfer("LMCacheConnectorV1"), "kv_connector LMCacheConnectorV1"),
-        ("sdar", {}, transfer("MultiConnector"), "Take OffloadingConnector."),
+        (
+            "sdar",
+            {},
+            transfer("MultiConnector"),
+            "Take OffloadingConnector or NixlConnector.",
+        ),
         (
             "sdar",
             {},
@@ -162,6 +167,13 @@ ALL_TEXT = transfer(
             OFFLOADING | {"block_size": 32, "enable_prefix_caching": False},
             "block_size 32 is no multiple of block_length 24: leave block_size out",
         ),
+        (
+            "sdar",
+            {},
+            transfer("NixlConnector", bidirectional_kv_xfer=True),
+            "kv_connector NixlConnector cannot be combined with bidirectional_kv_xfer",
+        ),
+        ("dream", {"strategy": "d2f"}, transfer("NixlConnector"), AFTER),
         (
             "sdar",
             {"adaptive": "throughput"},

@@ -7,13 +7,11 @@ The graph manager captures full graphs also of uniform lengths other than the ca
 graphs the host's launches of such steps take longer than the kernels.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 from vllm.config import CUDAGraphMode
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.attn_utils import FastPrefillHelper
@@ -143,19 +141,12 @@ class BlockGraphManager(ModelCudaGraphManager):
 class DiffusionRunner(GrammarRunner):
     """Run the model runner with `BlockGraphManager`."""
 
-    def initialize_kv_cache(
-        self,
-        kv_cache_config: KVCacheConfig,
-        is_profiling: bool = False,
-        kv_cache_allocation_context: AbstractContextManager | None = None,
-    ) -> None:
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Initialize as vLLM does, which makes a graph manager for the mode that backends allow.
 
         Called twice: vLLM's profile of graph memory captures with a manager of its own.
         """
-        super().initialize_kv_cache(
-            kv_cache_config, is_profiling, kv_cache_allocation_context
-        )
+        super().initialize_kv_cache(*args, **kwargs)
         given = self.cudagraph_manager
         assert given is not None
         self.cudagraph_manager = BlockGraphManager(

@@ -1,0 +1,102 @@
+"""Prompts are computed by one server and decoded by another one, as a router asks them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import CHECKPOINTS, a_prompt
+from processes import KILLED_SOON, Server, end, free_port, serving
+
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
+pytest.importorskip("nixl", reason="needs nixl")
+
+MODEL = CHECKPOINTS / "tiny-sdar"
+LENGTHS = (1, 3, 4, 9, 31, 32, 33, 64, 97, 200)
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+# What P decodes is dropped: one forward of one block.
+ONE_FORWARD = {"max_tokens": 1, "vllm_xargs": {"dllm_steps": 1}}
+
+
+def transfer(role: str) -> str:
+    """Return the option that makes a server prefill or decode."""
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+    }
+    return f"--kv-transfer-config={json.dumps(config)}"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Return a server that prefills and a server that decodes."""
+    logs = tmp_path_factory.mktemp("pair")
+    with (
+        serving(
+            logs / "prefill",
+            transfer("kv_producer"),
+            model=MODEL,
+            VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+            **KILLED_SOON,
+        ) as prefill,
+        serving(
+            logs / "decode",
+            transfer("kv_consumer"),
+            "--no-enable-prefix-caching",
+            model=MODEL,
+            VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
+            **KILLED_SOON,
+        ) as decode,
+    ):
+        yield prefill, decode
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+def decode_alone(server: Server, length: int) -> list[int]:
+    """Return the answer of a server that computes the prompt itself."""
+    asked = {"max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    return tokens(server.complete(a_prompt(length, length), **asked))
+
+
+def prefilled(server: Server, length: int) -> dict[str, Any]:
+    """Return where the pages of a prompt are after its prefill."""
+    asked = ONE_FORWARD | {"kv_transfer_params": PREFILL}
+    answer = server.complete(a_prompt(length, length), **asked)
+    return dict(answer["kv_transfer_params"])
+
+
+def test_answers_of_pulled_pages(pair: tuple[Server, Server]) -> None:
+    """Prompts end at every place within a block, and within a page."""
+    prefill, decode = pair
+    hits = "vllm:external_prefix_cache_hits_total"
+    for length in LENGTHS:
+        expected = decode_alone(decode, length)
+        before = sum(decode.metrics(hits).values())
+        answer = decode.complete(
+            a_prompt(length, length),
+            max_tokens=40,
+            ignore_eos=True,
+            return_token_ids=True,
+            kv_transfer_params=prefilled(prefill, length),
+        )
+        assert tokens(answer) == expected
+        assert sum(decode.metrics(hits).values()) - before == length
+
+
+def test_the_prefill_server_is_killed(pair: tuple[Server, Server]) -> None:
+    """A request whose pages are lost ends with an error, others go on."""
+    prefill, decode = pair
+    expected = decode_alone(decode, 64)
+    lost = prefilled(prefill, 64)
+    end(prefill.process)
+    body = {
+        "prompt": a_prompt(64, 64),
+        "max_tokens": 40,
+        "kv_transfer_params": lost,
+    }
+    assert decode.post("completions", body).status_code == 500
+    assert decode_alone(decode, 64) == expected
