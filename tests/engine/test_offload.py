@@ -13,8 +13,9 @@ from engines import (
     scheduler,
     token_ids,
 )
+from test_stages_families import STAGES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("template", "workers_end_soon"), pytest.mark.slow]
 
 PAGE = 32
 EXTRA = {
@@ -25,21 +26,23 @@ EXTRA = {
 LENGTHS = (1, 9, 31, 32, 33, 40, 64, 97, 160, 200)
 
 
+def transfer(name: str, **extra: Any) -> dict[str, Any]:
+    """Return the option for a connector."""
+    kind = {"kv_connector": name, "kv_role": "kv_both"}
+    return {"kv_transfer_config": kind | {"kv_connector_extra_config": extra}}
+
+
 def start(
     room: EngineRoom, model: str, overlapped: bool, **extra: Any
 ) -> tuple[Any, list[int], list[int]]:
     """Return an engine whose pages are found by the connector only, and counts of pages."""
-    chosen = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": EXTRA | extra,
-    }
+    options = transfer("OffloadingConnector", **EXTRA, **extra)
     llm = room.start(
         model,
         {},
         async_scheduling=overlapped,
         enable_prefix_caching=False,
-        kv_transfer_config=chosen,
+        **options,
     )
     host_copy.STORED.clear()
     host_copy.LOADED.clear()
@@ -61,7 +64,7 @@ def take_steps(llm: Any) -> None:
     answers(llm, [[7]], 8)
 
 
-@pytest.mark.parametrize("model", ["sdar", "llada2.2"])
+@pytest.mark.parametrize("model", ["sdar", "sdar-moe", "llada2.2"])
 def test_prompts_are_loaded(model: str, overlapped: bool, room: EngineRoom) -> None:
     """Whole pages of prompts are stored once, and loaded by the second request.
 
@@ -78,6 +81,20 @@ def test_prompts_are_loaded(model: str, overlapped: bool, room: EngineRoom) -> N
     take_steps(llm)
     assert (len(stored), len(loaded)) == (whole, whole)
     assert pages_not_used(llm) == pages
+
+
+def test_stages_load_prompts(room: EngineRoom) -> None:
+    """Each stage stores and loads the pages of its layers."""
+    options = transfer("OffloadingConnector", **EXTRA) | STAGES
+    llm = room.start(
+        "sdar", {}, async_scheduling=True, enable_prefix_caching=False, **options
+    )
+    prompts = [a_prompt(length, length) for length in LENGTHS]
+    first = answers(llm, prompts)
+    assert answers(llm, prompts) == first
+    hits = [m for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
+    whole = sum(length // PAGE for length in LENGTHS)
+    assert [metric.value for metric in hits] == [PAGE * whole]
 
 
 def chats(llm: Any, turns: int) -> list[list[list[int]]]:
@@ -125,12 +142,6 @@ def test_aborted_texts_are_loaded(overlapped: bool, room: EngineRoom) -> None:
     given = answers(llm, longer)
     assert len(loaded) >= len(longer)
     assert given == answers(room.start("sdar", {}, enable_prefix_caching=False), longer)
-
-
-def transfer(name: str, **extra: Any) -> dict[str, Any]:
-    """Return the option for a connector."""
-    kind = {"kv_connector": name, "kv_role": "kv_both"}
-    return {"kv_transfer_config": kind | {"kv_connector_extra_config": extra}}
 
 
 AFTER = "its keys and values depend on text after their page"
