@@ -128,8 +128,7 @@ def _add_engine(parser: argparse.ArgumentParser, mode: str) -> None:
     parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
     parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
     parser.add_argument("--kv-cache-memory-bytes", type=int, help="as in vLLM")
-    ways = ["--tensor-parallel-size", "--pipeline-parallel-size"]
-    for name in ways[: 1 if mode in (ADAPTIVE, MAP) else 2]:
+    for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         parser.add_argument(name, type=int, default=1, help="as in vLLM")
     parser.add_argument("--attention-backend", help="as in vLLM")
     text = "as in vLLM, of plain vLLM too"

@@ -70,6 +70,7 @@ MEASURED += [
     "--kv-cache-layout",
     "--kv-cache-memory-bytes",
     *REFRESHES,
+    "--pipeline-parallel-size",
     "--tensor-parallel-size",
     "--vocab-parallel",
     "--no-vocab-parallel",
