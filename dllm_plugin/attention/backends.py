@@ -204,7 +204,7 @@ def asked_backends(
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
     model = vllm_config.model_config
-    head_size = vllm_config.model_config.get_head_size()
+    head_size, dtype = model.get_head_size(), str(model.dtype).removeprefix("torch.")
     if version not in (2, 3):
         found = f"FlashAttention {version}" if version else "none"
         yield (
@@ -212,7 +212,6 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
             f"{found} for this GPU and model: set cudagraph_mode to PIECEWISE or choose TRITON_ATTN"
         )
     if model.dtype not in (torch.float16, torch.bfloat16):
-        dtype = str(model.dtype).removeprefix("torch.")
         yield f"takes float16 and bfloat16, got dtype {dtype}: choose TRITON_ATTN"
     if head_size % 8 or head_size > 256:
         yield (
@@ -224,13 +223,10 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
             "cannot be captured for one kind of layers: ask for it by attention_backend, "
             "for all layers"
         )
-    if is_quantized_kv_cache(vllm_config.cache_config.cache_dtype):
-        yield from _float8_problems(vllm_config, version)
-
-
-def _float8_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
-    """List why FlashAttention 3, whose queries are float8 then too, has no such cache."""
-    model, asked = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    asked = vllm_config.cache_config.cache_dtype
+    if not is_quantized_kv_cache(asked):
+        return
+    # Queries are float8 then too.
     if asked not in FLOAT8_CACHES:
         yield f"takes kv_cache_dtype fp8 and fp8_e4m3, got {asked}: choose TRITON_ATTN"
     if version != 3:
@@ -239,13 +235,12 @@ def _float8_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[s
             f"FlashAttention {version}: choose TRITON_ATTN"
         )
     if model.dtype != torch.bfloat16:
-        dtype = str(model.dtype).removeprefix("torch.")
         yield (
             f"takes kv_cache_dtype {asked} of bfloat16 models, got dtype {dtype}: "
             "choose TRITON_ATTN"
         )
-    if model.get_head_size() % 16:
+    if head_size % 16:
         yield (
             f"takes kv_cache_dtype {asked} with heads of a multiple of 16, but this "
-            f"model's have {model.get_head_size()}: choose TRITON_ATTN"
+            f"model's have {head_size}: choose TRITON_ATTN"
         )

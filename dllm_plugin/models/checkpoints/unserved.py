@@ -28,10 +28,6 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-def _is_positive(value: Any) -> bool:
-    return bool(value)
-
-
 def _is_one(value: Any) -> bool:
     return type(value) is int and value == 1
 
@@ -105,7 +101,7 @@ UNSERVED = (
         model_types=SDAR_TYPES,
         why=CAUSAL,
         instead="write block_size 1 into config.json if its model_type is sdar",
-        keys={"use_regular_causal": _is_positive, "block_size": _is_one},
+        keys={"use_regular_causal": bool, "block_size": _is_one},
         served=IDLM,
         name=r"(^|[-_/])i-?dlm",
     ),
