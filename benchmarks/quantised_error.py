@@ -232,7 +232,6 @@ def engines(limit: int) -> None:
 SIZES = {
     "LLaDA-8B": (32, 32, 128, 4096, 12288),
     "Dream-7B": (28, 4, 128, 3584, 18944),
-    "SDAR-8B": (32, 8, 128, 4096, 12288),
 }
 LAYERS, VOCAB, PROMPT, MASKS = 2, 32768, 128, 32
 OUTLIER = 50.0
