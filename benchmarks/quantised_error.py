@@ -4,9 +4,8 @@
     python benchmarks/quantised_error.py loops 100
     python benchmarks/quantised_error.py layers
 
-`engines` decodes stored checkpoints in CPU engines, by vLLM's kernels; FP8 is left out, whose GEMMs
-there take minutes for a step of these sizes. `loops` rounds weights,
-activations, keys and values in the plain loop, which computes in float32; so the forms of GPUs run
+`engines` decodes stored checkpoints in CPU engines, by vLLM's kernels; of FP8 only weights are
+rounded, as its GEMMs there take minutes for a step of these sizes. `loops` rounds weights, activations, keys and values in the plain loop, which computes in float32; so the forms of GPUs run
 too. `layers` compares logits behind two layers with those of float32. Each prints a Markdown table.
 """
 
@@ -33,8 +32,9 @@ LARGEST = 448.0
 GROUP = (
     32  # inputs of the bundled model that share a scale of 4 bits; 128 in the layers
 )
-STORED = ("int", "pack-quantized", "awq", "gptq")
+STORED = ("rounded", "int", "pack-quantized", "awq", "gptq")
 STORED_NAMES = {
+    "rounded": "weights rounded to FP8 per channel, stored in 16 bits",
     "int": "INT8, scales per channel and token",
     "pack-quantized": "W4A16, compressed-tensors",
     "awq": "W4A16, AWQ's layout",
@@ -178,14 +178,20 @@ def stored_copies(folder: Path, kind: str) -> Iterator[tuple[str, Path]]:
             adapter = load_adapter(Path(default_model.adapter_path()))
             merged = dict(merge(load_file(file).items(), adapter))
             save_file(merged, file, metadata={"format": "pt"})
-        if kind == "int":
+        if kind == "rounded":
+            weights = load_file(file)
+            for name, weight in weights.items():
+                if ".blocks." in name and weight.dim() == 2:
+                    weights[name] = rounded(weight, FLOAT8).to(weight.dtype)
+            save_file(weights, file, metadata={"format": "pt"})
+        elif kind == "int":
             formats.quantise(copy, "tiny-llada", kind)
         elif kind != "plain":
             formats.pack(copy, "tiny-llada", kind)
         yield strategy, copy
 
 
-def engines(limit: int) -> None:
+def engines(limit: int, *kinds: str) -> None:
     """Decode the bundled model's problems in CPU engines, from stored checkpoints."""
     from diffuplug_bench.eval.scores import answers, score, start_in_process
     from diffuplug_bench.word_problems.generator import (
@@ -202,7 +208,7 @@ def engines(limit: int) -> None:
     print("| --- | --- | --- | --- | --- |")
     unquantised: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for kind in ("plain", *STORED):
+        for kind in ("plain", *(kinds or STORED)):
             for strategy, path in stored_copies(Path(scratch), kind):
                 options = bundled_options({"strategy": strategy, "threshold": 0.9})
                 options |= {"model": str(path), "dtype": "bfloat16"}
@@ -306,13 +312,13 @@ def layers(_limit: int) -> None:
 
 def main() -> None:
     """Run the part that the command line names."""
-    parts: dict[str, Callable[[int], None]] = {
+    parts: dict[str, Callable[..., None]] = {
         "engines": engines,
         "loops": loops,
         "layers": layers,
     }
     name, *rest = sys.argv[1:]
-    parts[name](int(rest[0]) if rest else 100)
+    parts[name](int(rest[0]) if rest else 100, *rest[1:])
     print(json.dumps({"part": name, "torch": torch.__version__}))
 
 

@@ -201,7 +201,8 @@ def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes, dtype = sizes_of(model.hf_text_config), model.dtype
     assert isinstance(dtype, torch.dtype)
-    stored = layer_bytes(model.quantization, dtype.itemsize)
+    packing = model.model_arch_config.quantization_config
+    stored = layer_bytes(model.quantization, dtype.itemsize, packing)
     positions = vllm_config.scheduler_config.max_num_batched_tokens
     cached_as = vllm_config.cache_config.cache_dtype
     kept = kv_item_bytes(cached_as, dtype.itemsize)

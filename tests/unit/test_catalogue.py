@@ -47,6 +47,9 @@ def test_bytes_of_quantised_layers() -> None:
     assert layer_bytes(None, 2) == 2
     assert layer_bytes("fp8_per_channel", 2) == 1
     assert layer_bytes("gptq_marlin", 2) == FOUR_BITS
+    for bits, wanted in ((8, 1), (4, FOUR_BITS)):
+        stored = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
+        assert layer_bytes("compressed-tensors", 2, stored) == wanted
 
 
 def test_every_family_has_a_checkpoint() -> None:

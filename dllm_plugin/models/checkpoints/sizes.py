@@ -1,5 +1,6 @@
 """Compute the memory of a checkpoint from its configuration, before any weight is there."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +92,17 @@ def kv_item_bytes(cache_dtype: str, model_bytes: int) -> float:
     return 1 if cache_dtype.startswith(("fp8", "int8")) else model_bytes
 
 
-def layer_bytes(quantization: str | None, dtype_bytes: int) -> float:
-    """Return the bytes of a layer's weight under a quantisation of vLLM."""
+def layer_bytes(
+    quantization: str | None, dtype_bytes: int, stored: Mapping[str, Any] | None = None
+) -> float:
+    """Return the bytes of a layer's weight under a quantisation of vLLM.
+
+    `stored`: `quantization_config` of the checkpoint, in which compressed-tensors has its bits.
+    """
     if quantization is None:
         return dtype_bytes
-    if any(name in quantization for name in OF_FOUR_BITS):
+    groups = list((stored or {}).get("config_groups", {}).values())
+    is_packed = bool(groups) and groups[0]["weights"]["num_bits"] == 4
+    if is_packed or any(name in quantization for name in OF_FOUR_BITS):
         return FOUR_BITS
     return EIGHT_BITS
