@@ -5,7 +5,8 @@
     python benchmarks/quantised_error.py layers
 
 `engines` decodes stored checkpoints in CPU engines, by vLLM's kernels; of FP8 only weights are
-rounded, as its GEMMs there take minutes for a step of these sizes. `loops` rounds weights, activations, keys and values in the plain loop, which computes in float32; so the forms of GPUs run
+rounded, as its GEMMs there take minutes for a step of these sizes. `loops` rounds weights,
+activations, keys and values in the plain loop, which computes in float32; so the forms of GPUs run
 too. `layers` compares logits behind two layers with those of float32. Each prints a Markdown table.
 """
 
