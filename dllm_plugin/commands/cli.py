@@ -28,22 +28,35 @@ from dllm_plugin.commands.offline import (
 )
 from dllm_plugin.commands.options import (
     Parser,
+    add_count,
     add_decode_options,
     add_dtype,
     add_flags,
     add_model,
-    positive,
 )
 
 FAILED, WRONG_OPTIONS = 1, 2
-ABOUT = "Diffusion language models on vLLM."
-# Commands by what they are for, as the help lists them.
-PURPOSES = {
-    "serve": ("serve", "models"),
-    "ask without a server": ("generate", "infill", "watch"),
-    "check": ("doctor", "verify", "report"),
-    "measure": ("eval", "bench"),
-}
+OVERVIEW = """Diffusion language models on vLLM.
+
+serve:
+  serve     serve a model over HTTP; without a model, the bundled one
+  models    list public checkpoints
+
+ask without a server:
+  generate  answer one prompt, offline
+  infill    fill the gaps of a text, offline
+  watch     show which positions each forward decides
+
+check:
+  doctor    print what is installed, what would be chosen, and what fits
+  verify    compare a checkpoint with a second implementation
+  report    write one file about a model on this machine
+
+measure:
+  eval      score the bundled model on unseen problems
+  bench     measure this installation
+
+`diffuplug COMMAND --help` lists the options of a command."""
 OFFLINE = ("generate", "infill", "eval", "watch")
 
 
@@ -52,6 +65,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="diffuplug",
         usage="diffuplug COMMAND ...",
+        description=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
@@ -62,7 +76,6 @@ def build_parser() -> Parser:
         prog="diffuplug",
         help=argparse.SUPPRESS,
     )
-
     generate.add_parser(commands)
     infill.add_parser(commands)
     serve.add_parser(commands)
@@ -70,52 +83,29 @@ def build_parser() -> Parser:
     eval_command.add_parser(commands)
     _add_doctor(commands)
     _add_verify(commands)
-    parser_of_models = commands.add_parser("models", help="list public checkpoints")
+    parser_of_models = commands.add_parser("models")
     parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
     parser_of_models.set_defaults(run=lambda args: models.run(args.name))
-    commands.add_parser("bench", help="measure this installation")
-    commands.add_parser("report", help="write one file about a model on this machine")
-    parser.description = _overview(commands)
+    commands.add_parser("bench")
+    commands.add_parser("report")
     return parser
 
 
-def _overview(commands: Any) -> str:
-    """Return the commands by purpose, with a line for each."""
-    words = {action.dest: action.help for action in commands._choices_actions}
-    commands._choices_actions.clear()  # argparse would list them once more
-    lines = [ABOUT]
-    for purpose, names in PURPOSES.items():
-        lines += ["", f"{purpose}:"]
-        lines += [f"  {name:<10}{words[name]}" for name in names]
-    lines += ["", "`diffuplug COMMAND --help` lists the options of a command."]
-    return "\n".join(lines)
-
-
 def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor", help="print what is installed, what would be chosen, and what fits"
-    )
+    parser = commands.add_parser("doctor")
     add_model(parser)
     add_dtype(parser)
     memory = parser.add_argument_group("memory", "What `fits` is computed for.")
-    memory.add_argument(
-        "--max-model-len", type=positive, metavar="N", help="tokens of a request"
-    )
+    add_count(memory, "--max-model-len", "tokens of a request")
     memory.add_argument(
         "--quantization", metavar="Q", help="such as fp8_per_channel (default: none)"
     )
-    memory.add_argument(
-        "--tensor-parallel-size", type=positive, metavar="N", help="number of GPUs"
-    )
+    add_count(memory, "--tensor-parallel-size", "number of GPUs")
     widths = parser.add_argument_group(
         "widths by load", "Which width a load would get (docs/widths.md)."
     )
-    widths.add_argument(
-        "--requests", type=positive, metavar="N", help="requests at once"
-    )
-    widths.add_argument(
-        "--context", type=positive, metavar="N", help="tokens of each (default: 1024)"
-    )
+    add_count(widths, "--requests", "requests at once")
+    add_count(widths, "--context", "tokens of each (default: 1024)")
     widths.add_argument(
         "--acceptance",
         metavar="P0:LAMBDA",
@@ -130,24 +120,15 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser(
-        "verify", help="compare a checkpoint with a second implementation"
-    )
+    parser = commands.add_parser("verify")
     add_model(parser)
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt a line (default: five)"
     )
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="number of prompts (default: all)"
-    )
+    add_count(parser, "--limit", "number of prompts (default: all)")
     add_dtype(parser)
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="number of GPUs (default: 1)",
-    )
+    gpus = "number of GPUs (default: 1)"
+    add_count(parser, "--tensor-parallel-size", gpus, default=1)
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -210,13 +191,11 @@ def _end_process(status: int) -> NoReturn:
 
 def _output_is_cut() -> bool:
     """Return whether nobody reads standard output; Python's last flush then goes nowhere."""
-    from dllm_plugin.commands.phases import reader_has_gone
+    from dllm_plugin.commands.phases import open_nowhere, reader_has_gone
 
     cut = reader_has_gone(1)
     if cut:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        open_nowhere(1)
     return cut
 
 

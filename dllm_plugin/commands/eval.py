@@ -18,9 +18,7 @@ QUANTISED = ("quantization", "kv_cache_dtype", "head_quantization")
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug eval`."""
-    parser = commands.add_parser(
-        "eval", help="score the bundled model on unseen problems"
-    )
+    parser = commands.add_parser("eval")
     parser.add_argument(
         "--limit",
         type=positive,

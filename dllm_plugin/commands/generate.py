@@ -15,15 +15,24 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.commands.options import add_model_options, add_sampling, add_verbose
+from dllm_plugin.commands.options import (
+    add_max_tokens,
+    add_model_options,
+    add_sampling,
+    add_verbose,
+)
 
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug generate`."""
-    parser = commands.add_parser("generate", help="answer one prompt, offline")
+    parser = commands.add_parser("generate")
     parser.add_argument("prompt", help="text, or - to read standard input")
     add_model_options(parser)
-    add_sampling(parser, 256)
+    sampling = add_sampling(parser)
+    add_max_tokens(sampling, 256)
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="1 is off (default: 1)"
+    )
     form_of_answer = parser.add_argument_group("form of the answer")
     shape = form_of_answer.add_mutually_exclusive_group()
     shape.add_argument(

@@ -41,7 +41,7 @@ EXAMPLE = "The capital of [MASK:3] is [MASK:8]."
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug infill`."""
-    parser = commands.add_parser("infill", help="fill the gaps of a text, offline")
+    parser = commands.add_parser("infill")
     lengths = "or several lengths to choose from: [MASK:2,4], [MASK:auto]"
     parser.add_argument("text", help=f'text with gaps: "{EXAMPLE}", {lengths}')
     parser.add_argument(

@@ -77,13 +77,14 @@ def flag_of(name: str) -> str:
 def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
     """Add a flag for each of these options; its value is None unless it is given."""
     for name in names:
-        flag, words = flag_of(name), _help(name)
-        if isinstance(OPTIONS[name].check, Flag):
-            parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=None, help=words
-            )
-        else:
-            parser.add_argument(flag, type=_reader(name), metavar="X", help=words)
+        check, kind = OPTIONS[name].check, dict[str, Any]()
+        if isinstance(check, Flag):
+            kind["action"] = argparse.BooleanOptionalAction
+        elif isinstance(check, Choice | Text):
+            kind["metavar"] = "X"
+        else:  # the check refuses wrong values
+            kind |= {"metavar": "X", "type": json_or_text}
+        parser.add_argument(flag_of(name), default=None, help=_help(name), **kind)
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -107,18 +108,12 @@ def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
             raise ValueError(f"there is no option {word}{question}")
 
 
-def _reader(name: str) -> Any:
-    """Return the function that parses an option; the option's check refuses wrong values."""
-    if isinstance(OPTIONS[name].check, Choice | Text):
-        return str
-
-    def read(text: str) -> Any:
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    return read
+def json_or_text(text: str) -> Any:
+    """Return what a text means as JSON; the text if it is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _help(name: str) -> str:
@@ -166,10 +161,8 @@ def add_model(parser: Any) -> None:
     )
 
 
-def add_sampling(
-    parser: argparse.ArgumentParser, max_tokens: int | None = None
-) -> None:
-    """Add the sampling parameters of one request; `max_tokens` is the default of some."""
+def add_sampling(parser: argparse.ArgumentParser) -> Any:
+    """Add sampling parameters of one request; return their group."""
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--temperature",
@@ -179,18 +172,18 @@ def add_sampling(
         help="0 is greedy (default: 0)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="of random numbers")
-    if max_tokens is None:
-        return
-    group.add_argument(
-        "--max-tokens",
-        type=positive,
-        default=max_tokens,
-        metavar="N",
-        help=f"tokens of the answer at most (default: {max_tokens})",
-    )
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="1 is off (default: 1)"
-    )
+    return group
+
+
+def add_max_tokens(parser: Any, default: int) -> None:
+    """Add the option that limits an answer."""
+    words = f"tokens of the answer at most (default: {default})"
+    add_count(parser, "--max-tokens", words, default=default)
+
+
+def add_count(parser: Any, flag: str, words: str, **options: Any) -> None:
+    """Add an option that is a whole number of at least 1."""
+    parser.add_argument(flag, type=positive, metavar="N", help=words, **options)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

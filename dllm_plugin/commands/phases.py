@@ -173,14 +173,19 @@ def _opened(number: int) -> TextIO:
     """Return standard output or error, opened on nothing where it was closed."""
     name = {1: "stdout", 2: "stderr"}[number]
     if getattr(sys, name) is None:
-        null = os.open(os.devnull, os.O_WRONLY)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
+        open_nowhere(number)
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
     stream: TextIO = getattr(sys, name)
     stream.flush()
     return stream
+
+
+def open_nowhere(number: int) -> None:
+    """Open a descriptor on nothing."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
 
 
 def _duplicate(number: int, stream: TextIO) -> TextIO:

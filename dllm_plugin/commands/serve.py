@@ -30,6 +30,7 @@ from dllm_plugin.commands.options import (
     check_spelling,
     flag_of,
     given_options,
+    json_or_text,
 )
 from dllm_plugin.config.options import OPTIONS, Options
 
@@ -95,26 +96,26 @@ def add_parser(commands: Any) -> None:
     """Add the command, for its help: :func:`server_arguments` reads its options itself."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP; without a model, the bundled one",
         usage="diffuplug serve [MODEL] [options] [vllm serve options]",
         description=HELP,
     )
     add_model(parser)
-    requests, engine, debug = list[str](), list[str](), list[str]()
-    for name, known in OPTIONS.items():
-        if known.request:
-            requests.append(name)
-        elif known.debug:
-            debug.append(name)
+    engine = parser.add_argument_group("engine", "Chosen at the start.")
+    requests = parser.add_argument_group(
+        "decoding", "Defaults of requests, which may set their own."
+    )
+    debug = parser.add_argument_group("debug", "For tests and measurements.")
+    # Those that other commands have come first.
+    for name in sorted(OPTIONS, key=_is_rare):
+        if OPTIONS[name].request:
+            add_flags(requests, [name])
         else:
-            engine.append(name)
-    requests.sort(key=lambda name: name not in DECODE_OPTIONS)
-    for title, words, names in (
-        ("engine", "Chosen at the start.", engine),
-        ("decoding", "Defaults of requests, which may set their own.", requests),
-        ("debug", "For tests and measurements.", debug),
-    ):
-        add_flags(parser.add_argument_group(title, words), names)
+            add_flags(debug if OPTIONS[name].debug else engine, [name])
+
+
+def _is_rare(name: str) -> bool:
+    """Return whether only `serve` has an option of decoding."""
+    return OPTIONS[name].request and name not in DECODE_OPTIONS
 
 
 def server_arguments(arguments: Sequence[str]) -> list[str]:
@@ -190,10 +191,10 @@ def take_config(arguments: list[str]) -> tuple[dict[str, Any] | None, list[str]]
         if not equals:
             value = next(words, "")
         config = {} if config is None else config
-        if path:
-            _put(config, path, value)
-        else:
-            _merge(config, _json_object(value))
+        more = json_or_text(value) if path else _json_object(value)
+        for key in reversed(path):
+            more = {key: more}
+        _merge(config, more)
     return config, rest
 
 
@@ -214,17 +215,6 @@ def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
             _merge(config[key], value)
         else:
             config[key] = value
-
-
-def _put(config: dict[str, Any], path: list[str], text: str) -> None:
-    """Put a value at the end of a path of keys."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    for key in reversed(path):
-        value = {key: value}
-    _merge(config, value)
 
 
 def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:

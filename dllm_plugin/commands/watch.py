@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,11 +16,12 @@ from dllm_plugin.commands.offline import (
     stream_answer,
 )
 from dllm_plugin.commands.options import (
+    add_max_tokens,
     add_model_options,
     add_verbose,
     flag_of,
-    positive,
 )
+from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import FRAMES
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class Shown:
 
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug watch`."""
-    parser = commands.add_parser(
-        "watch", help="show which positions each forward decides"
-    )
+    parser = commands.add_parser("watch")
     parser.add_argument(
         "prompt", nargs="?", default=EXAMPLE, help="default: a word problem"
     )
@@ -68,13 +66,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--api-key", help="of the server")
     add_model_options(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=positive,
-        default=128,
-        metavar="N",
-        help="tokens of the answer at most (default: 128)",
-    )
+    add_max_tokens(parser, 128)
     add_verbose(parser)
     parser.set_defaults(run=run)
 
@@ -131,11 +123,12 @@ def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> N
         redirect_stderr=False,
     )
     start = time.perf_counter()
-    with live if console.is_terminal else nullcontext() as drawing:
-        for shown in states:
-            if drawing is not None:
-                drawing.update(drawn(shown), refresh=True)
-    if not console.is_terminal:
+    if console.is_terminal:
+        with live:
+            for shown in states:
+                live.update(drawn(shown), refresh=True)
+    else:
+        *_, shown = states
         print(shown.text, file=out, flush=True)
     note(summary(shown.tokens, shown.forwards, time.perf_counter() - start))
 
@@ -156,11 +149,10 @@ def drawn(shown: Shown) -> "Text":
 
 def colour(confidence: float) -> str:
     """Return a colour between that of no and that of full confidence, as rich names it."""
-    mixed = [
-        round(low + confidence * (high - low))
-        for low, high in zip(UNCERTAIN, CERTAIN, strict=True)
-    ]
-    return f"rgb({','.join(map(str, mixed))})"
+    mixed = []
+    for low, high in zip(UNCERTAIN, CERTAIN, strict=True):
+        mixed.append(str(round(low + confidence * (high - low))))
+    return f"rgb({','.join(mixed)})"
 
 
 def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
@@ -181,9 +173,8 @@ def from_engine(llm: "LLM", args: argparse.Namespace) -> Iterator[Shown]:
         if snapshot is not None:
             shown.canvas, shown.forwards = [], snapshot.forward
             open_from = max(0, snapshot.final - snapshot.start)
-            for token_id, confidence in zip(
-                snapshot.ids[open_from:], snapshot.confidences[open_from:], strict=True
-            ):
+            pairs = zip(snapshot.ids, snapshot.confidences, strict=True)
+            for token_id, confidence in list(pairs)[open_from:]:
                 decided = token_id != NO_TOKEN
                 entry = (tokenizer.decode([token_id]), confidence) if decided else None
                 shown.canvas.append(entry)
@@ -196,10 +187,12 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
     """Read the frames of a running server."""
     from openai import OpenAI, OpenAIError
 
-    numbers = {"dllm_threshold": args.threshold, "dllm_policy": args.policy}
-    numbers |= {"dllm_block_length": args.block_length}
+    given = {}
+    for name in ("threshold", "policy", "block_length"):
+        if (value := getattr(args, name)) is not None:
+            given[REQUEST_PREFIX + name] = value
     extra: dict[str, Any] = {"diffusion": {"frames": True}}
-    if given := {name: value for name, value in numbers.items() if value is not None}:
+    if given:
         extra["vllm_xargs"] = given
     shown, positions = Shown(), dict[int, tuple[str, float | None]]()
     try:
@@ -219,11 +212,9 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
                 shown.text += choice.delta.content or ""
                 if frame := (choice.model_extra or {}).get("diffusion"):
                     _apply(frame, positions, shown)
-            if took := ((chunk.model_extra or {}).get("metrics") or {}).get(
-                "diffusion"
-            ):
-                shown.canvas = []
-                shown.tokens = took["tokens"]
+            metrics = (chunk.model_extra or {}).get("metrics") or {}
+            if took := metrics.get("diffusion"):
+                shown.canvas, shown.tokens = [], took["tokens"]
                 shown.forwards = took["forwards"]
             yield shown
     except OpenAIError as error:
@@ -238,9 +229,8 @@ def _apply(
         return
     for position in frame["unset"]:
         positions.pop(position, None)
-    positions.update(
-        {position: (text, certain) for position, text, certain in frame["set"]}
-    )
+    for position, text, confidence in frame["set"]:
+        positions[position] = (text, confidence)
     end = frame["start"] + frame["length"]
     shown.canvas = [positions.get(position) for position in range(frame["final"], end)]
     shown.forwards = frame["forward"]

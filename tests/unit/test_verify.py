@@ -14,7 +14,7 @@ from dllm_plugin.commands.verify import second_opinion
 from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
 from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
 from dllm_plugin.commands.verify.engine_side import Decided
-from dllm_plugin.commands.verify.own_code import OwnCode
+from dllm_plugin.commands.verify.reference import OwnCode
 from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.reference.checkpoint import load_weights
 from dllm_plugin.reference.sizes import Sizes

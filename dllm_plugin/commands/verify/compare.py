@@ -6,7 +6,7 @@ roundings of layers add up like independent errors.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,19 +20,19 @@ FEW_ROWS = 0.1  # that a router's rounding may change in a mixture of 16 bits
 
 
 def rounding(dtype: torch.dtype, depth: int) -> float:
-    """Return the relative difference that rounding explains behind so many layers."""
+    """Return the relative difference that rounding explains after so many layers."""
     return float((torch.finfo(dtype).eps / 2 + GEMM) * (depth + 1) ** 0.5)
 
 
-States = tuple[list[Tensor], Tensor]  # behind the embedding and each layer, and logits
+States = tuple[list[Tensor], Tensor]  # after the embedding and each layer, and logits
 
 
 class Compared(NamedTuple):
-    """Hold how far the first forward's numbers are apart.
+    """Store how far the first forward's numbers are apart.
 
     logits    largest difference of a logit
     rounding  largest one that rounding made in the second implementation, or may make
-    layers    largest relative difference of a row behind the embedding and each layer
+    layers    largest relative difference of a row after the embedding and each layer
     first     where rows first differ by more than rounding explains; None: nowhere
     """
 
@@ -54,20 +54,15 @@ def compare_first_forward(
     `exact` is what the second implementation computes in float32: `ours`, if it does so anyway.
     """
     positions, dtype = [p for p in sorted(theirs[1]) if p < stop], ours[0][0].dtype
-    found = [
-        torch.stack([one[p] for p in positions]).float()
-        for one in [*theirs[0], theirs[1]]
-    ]
-    wanted, truth = (
-        [state[positions].float().cpu() for state in [*side[0], side[1]]]
-        for side in (ours, exact)
-    )
+    found = []
+    for rows in (*theirs[0], theirs[1]):
+        found.append(torch.stack([rows[p] for p in positions]).float())
+    wanted, truth = _rows_of(ours, positions), _rows_of(exact, positions)
     # In 16 bits a router may take another expert for single rows, and both are right.
     spared = FEW_ROWS if is_mixture and dtype != torch.float32 else 0.0
     first, layers = None, []
-    for depth, (engine, second, true) in enumerate(
-        zip(found, wanted, truth, strict=True)
-    ):
+    triples = zip(found, wanted, truth, strict=True)
+    for depth, (engine, second, true) in enumerate(triples):
         apart = _relative(engine, second)
         explained = float(_relative(second, true).max())
         layers.append(float(apart.max()))
@@ -81,6 +76,11 @@ def compare_first_forward(
     return Compared(largest, max(by_dtype, measured), layers[:-1], first)
 
 
+def _rows_of(states: States, positions: list[int]) -> list[Tensor]:
+    """Return the rows of some positions, of each layer and of the logits."""
+    return [state[positions].float().cpu() for state in (*states[0], states[1])]
+
+
 def _relative(found: Tensor, wanted: Tensor) -> Tensor:
     """Return the relative distance of each row."""
     # Rows may be all zeros: tied embeddings that never propose the mask.
@@ -91,15 +91,14 @@ def _relative(found: Tensor, wanted: Tensor) -> Tensor:
 def _place(depth: int, count: int) -> str:
     if depth == 0:
         return "the embedding"
-    # Checkpoints count layers from 0.
     if depth == count - 1:
         return "the logits (final norm or LM head)"
-    return f"layer {depth - 1}"
+    return f"layer {depth - 1}"  # checkpoints count layers from 0
 
 
 @dataclass
 class Difference:
-    """Hold the first decision in which both differ.
+    """Store the first decision in which both differ.
 
     Proposals are (token, confidence); None where a side did not compute the position.
     """
@@ -110,10 +109,6 @@ class Difference:
     reference: tuple[int, float] | None
     decided_by: str  # "both", "engine" or "reference"
     near_tie: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this as plain data."""
-        return dict(vars(self))
 
 
 class Watcher:
@@ -136,31 +131,27 @@ class Watcher:
         self.known |= new
         if self.difference is not None or not new:
             return
-        theirs = (
-            self.theirs[self.forward]
-            if self.forward < len(self.theirs)
-            else Decided({}, {})
-        )
+        theirs = Decided({}, {})
+        if self.forward < len(self.theirs):
+            theirs = self.theirs[self.forward]
         self.forward += 1
         their_new = self._inside(theirs.new)
         if new == their_new:
             return
-        apart = [
-            p for p in sorted({*new, *their_new}) if new.get(p) != their_new.get(p)
-        ]
-        position = apart[0]
-        taken = (position in their_new, position in new)
+        is_near, apart = True, []
+        for p in sorted({*new, *their_new}):
+            if new.get(p) != their_new.get(p):
+                apart.append(p)
+                near = self._is_near(step, p, new.get(p), their_new.get(p))
+                is_near = is_near and near
+        position, decided_by = apart[0], "both"
+        if position not in new:
+            decided_by = "engine"
+        elif position not in their_new:
+            decided_by = "reference"
+        engine, ours = theirs.best.get(position), self._proposal(step, position)
         self.difference = Difference(
-            self.forward,
-            position,
-            theirs.best.get(position),
-            self._proposal(step, position),
-            {(True, True): "both", (True, False): "engine", (False, True): "reference"}[
-                taken
-            ],
-            near_tie=all(
-                self._is_near(step, p, new.get(p), their_new.get(p)) for p in apart
-            ),
+            self.forward, position, engine, ours, decided_by, is_near
         )
 
     def _inside(self, new: dict[int, int]) -> dict[int, int]:

@@ -1,11 +1,18 @@
-"""Decode prompts by the engine, one at a time, and note what each forward decided."""
+"""Decode prompts by the engine, one at a time, and record what each forward decided.
+
+The engine's model is watched by vLLM's `worker_extension_cls`. The hooks are methods of every rank,
+because gathering logits takes all of them; only rank 0 returns what they found. They need a model
+that runs eagerly, layer by layer.
+"""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor, nn
+
 from dllm_plugin.commands.offline import num_forwards, start_engine
-from dllm_plugin.commands.verify.worker import EXTENSION, Seen, call
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.parsing import request_arguments
@@ -15,10 +22,138 @@ if TYPE_CHECKING:
 
 COMPARED = 64  # most positions on each side of the prompt's end whose hidden states are compared
 SEED = 0
+ROWS = 64  # logits rows that are computed at a time
+
+
+@dataclass
+class Seen:
+    """Store what a rank has seen of a request, by position.
+
+    span       positions whose hidden states and logits in the first forward are kept
+    best_from  first row of which each forward's token and confidence are kept
+    first      whether the first forward is not over
+    ids        tokens of the first forward, the prompt's included
+    states     hidden state after the embedding and each layer
+    logits     raw logits rows of the first forward
+    best       row -> most probable token but the mask, and its probability
+    """
+
+    span: range
+    best_from: int
+    mask_id: int
+    first: bool = True
+    states: list[dict[int, Tensor]] = field(default_factory=list)
+    ids: dict[int, int] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    best: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+
+class VerifyWorker:
+    """Extend the worker of every rank; its own methods have other names."""
+
+    seen: Seen | None = None
+    hooked: bool = False
+    layer_outputs: list[Tensor]
+    slot: int = 0
+
+    def watch_request(self, span: range, best_from: int, mask_id: int) -> None:
+        """Forget the last request and watch the next one."""
+        self.seen, self.layer_outputs = Seen(span, best_from, mask_id), []
+        if not self.hooked:
+            worker: Any = self
+            model = worker.get_model()
+            model.register_forward_hook(self._note_forward, with_kwargs=True)
+            for layer in embedding_and_layers(model):
+                layer.register_forward_hook(self._note_layer)
+            self.hooked = True
+
+    def canvas_seen(self) -> tuple[int, list[int], dict[int, tuple[int, float]]] | None:
+        """Return start and tokens of the canvas, and the latest proposal of each row."""
+        worker: Any = self
+        states = worker.model_runner.model_state.states
+        if worker.rank or self.seen is None:
+            return None
+        slots = list(states.req_id_to_slot.values())
+        # Its row stays when the request has ended.
+        self.slot = slots[0] if slots else self.slot
+        start = int(states.start_N[self.slot])
+        row = states.canvas_NC[self.slot].tolist()
+        return start, row, dict(self.seen.best)
+
+    def stop_watching(self) -> Seen | None:
+        """Return what was seen of the first forward, on the CPU; hooks then do nothing."""
+        worker: Any = self
+        seen, self.seen = self.seen, None
+        return None if worker.rank else seen
+
+    def _note_layer(self, layer: nn.Module, arguments: Any, output: Any) -> None:
+        if self.seen is not None and self.seen.first:
+            # vLLM's layers hand on the residual apart, and write into it later.
+            total = (
+                output[0] + output[1] if isinstance(output, tuple) else output.clone()
+            )
+            self.layer_outputs.append(total)
+
+    def _note_forward(
+        self, model: Any, arguments: Any, given: Any, hidden: Tensor
+    ) -> None:
+        outputs, self.layer_outputs = self.layer_outputs, []
+        if self.seen is None:
+            return
+        positions, mask_id = given["positions"].tolist(), self.seen.mask_id
+        if self.seen.first:
+            ids = given["input_ids"].tolist()
+            self.seen.ids |= dict(zip(positions, ids, strict=True))
+            kept = [i for i, p in enumerate(positions) if p in self.seen.span]
+            if not self.seen.states:
+                self.seen.states = [{} for _ in outputs]
+            for found, output in zip(self.seen.states, outputs, strict=True):
+                rows = output[kept].cpu()
+                found |= {positions[i]: row for i, row in zip(kept, rows, strict=True)}
+            for i, row in self._logits(model, hidden, kept):
+                self.seen.logits[positions[i]] = row.cpu()
+            # The prompt may be computed by itself, in pieces: then its forwards are part of this.
+            self.seen.first = mask_id not in ids
+        asked = [i for i, p in enumerate(positions) if p >= self.seen.best_from]
+        for i, row in self._logits(model, hidden, asked):
+            row[mask_id] = float("-inf")
+            probability, token = row.softmax(-1).max(-1)
+            self.seen.best[positions[i]] = (int(token), float(probability))
+
+    def _logits(
+        self, model: Any, hidden: Tensor, rows: list[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Compute whole float32 logits rows, the same on every rank."""
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        for start in range(0, len(rows), ROWS):
+            some = rows[start : start + ROWS]
+            logits = model.compute_logits(hidden[some])
+            if model.keeps_columns:
+                logits = tensor_model_parallel_all_gather(logits)
+                logits = logits[:, : model.config.vocab_size]
+            if logits is not None:
+                yield from zip(some, logits.float(), strict=True)
+
+
+def embedding_and_layers(model: Any) -> list[nn.Module]:
+    """Return the modules whose outputs are the hidden states, in order."""
+    inner, name = model.model, "embed_tokens"
+    if "word_embeddings" in dict(inner.named_children()):
+        name = "word_embeddings"
+    return [inner.get_submodule(name), *inner.layers]
+
+
+EXTENSION = f"{__name__}.{VerifyWorker.__name__}"
+
+
+def call(llm: "LLM", method: str, *arguments: Any) -> Any:
+    """Call a method on all ranks; return rank 0's result."""
+    return llm.collective_rpc(method, args=arguments)[0]
 
 
 class Decided(NamedTuple):
-    """Hold what one forward of the engine decided, and what it would have proposed elsewhere."""
+    """Store what one forward of the engine decided, and what it proposed elsewhere."""
 
     new: dict[int, int]  # position -> token
     best: dict[int, tuple[int, float]]  # position -> proposal and its confidence
@@ -26,10 +161,9 @@ class Decided(NamedTuple):
 
 @dataclass
 class Decode:
-    """Hold one prompt and what the engine made of it."""
+    """Store a prompt and its decode by the engine."""
 
     prompt: list[int]
-    max_tokens: int
     tokens: list[int]
     forwards: int
     decided: list[Decided]  # of forwards that decided anything
@@ -39,23 +173,21 @@ class Decode:
 def start(options: dict[str, Any], tensor_parallel_size: int) -> "LLM":
     """Start an engine whose model can be watched. Raises ValueError if it does not start."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
-    dllm = dict(options["additional_config"]["dllm"]) | {"commit_alone_from": 0}
-    return start_engine(
-        options
-        | {
-            "additional_config": {"dllm": dllm},
-            "tensor_parallel_size": tensor_parallel_size,
-            "worker_extension_cls": EXTENSION,
-            "max_num_seqs": 1,
-            # Hooks see neither graphs nor compiled layers; a step is looked at before the next one
-            # begins; and every prompt is computed whole.
-            "enforce_eager": True,
-            "async_scheduling": False,
-            "enable_prefix_caching": False,
-            "disable_log_stats": False,
-            "use_tqdm_on_load": False,  # the command has a bar of its own
-        }
-    )
+    dllm = options["additional_config"]["dllm"] | {"commit_alone_from": 0}
+    own = {
+        "additional_config": {"dllm": dllm},
+        "tensor_parallel_size": tensor_parallel_size,
+        "worker_extension_cls": EXTENSION,
+        "max_num_seqs": 1,
+        # Hooks see neither graphs nor compiled layers; a step is looked at before the next step
+        # begins; and every prompt is computed whole.
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "use_tqdm_on_load": False,  # the command has a bar of its own
+    }
+    return start_engine(options | own)
 
 
 def config_of(llm: "LLM") -> DecodeConfig:
@@ -71,10 +203,8 @@ def decode(
 
     config, length = config_of(llm), len(prompt)
     shift = int(config.family.logits_shift)
-    call(
-        *(llm, "watch_request", max(length - COMPARED, 0), max(length - shift, 0)),
-        *(length + COMPARED, config.mask_token_id),
-    )
+    span = range(max(length - COMPARED, 0), length + COMPARED)
+    call(llm, "watch_request", span, max(length - shift, 0), config.mask_token_id)
     named = None
     if config.draft_rows:
         # Drafts of a length that is asked for do not depend on load.
@@ -101,24 +231,21 @@ def decode(
         start, canvas, best = call(llm, "canvas_seen")
         if config.method.verifies:
             canvas = canvas[:1]  # after it stand drafts
-        text = {
-            start + i: token
-            for i, token in enumerate(canvas)
-            if token != config.mask_token_id
-        }
+        text = {}
+        for position, token in enumerate(canvas, start):
+            if token != config.mask_token_id:
+                text[position] = token
         if output is not None:
             # A block that was decided and committed in this step has left the canvas.
             text |= dict(enumerate(output.outputs[0].token_ids, length))
-        new = {
-            p: token
-            for p, token in text.items()
-            if known.get(p) != token and p >= length
-        }
+        new = {}
+        for p, token in text.items():
+            if known.get(p) != token and p >= length:
+                new[p] = token
         known |= new
         if new:
             decided.append(Decided(new, {p + shift: one for p, one in best.items()}))
     assert output is not None, "every request that ends has an output"
-    first = call(llm, "first_forward")
-    call(llm, "stop_watching")
+    first = call(llm, "stop_watching")
     tokens = list(output.outputs[0].token_ids)
-    return Decode(prompt, max_tokens, tokens, num_forwards(output), decided, first)
+    return Decode(prompt, tokens, num_forwards(output), decided, first)

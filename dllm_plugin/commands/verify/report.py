@@ -1,4 +1,4 @@
-"""Say what was compared: a line per prompt, a summary, and one JSON line."""
+"""Report what was compared: a line per prompt, a summary, and one JSON line."""
 
 import json
 import math
@@ -18,7 +18,7 @@ Spell = Callable[[list[int]], str]
 
 @dataclass
 class Verdict:
-    """Hold both sides of one prompt."""
+    """Store both sides of one prompt."""
 
     theirs: Decode
     ours: Result
@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether answer, forwards and the numbers of the first forward are the same."""
+        """Return whether answer, forwards and the numbers of the first forward are the same."""
         same_path = self.theirs.forwards == self.ours.forwards
         return self.same_tokens and same_path and self.compared.first is None
 
@@ -47,7 +47,7 @@ class Verdict:
             "logits_rounding": _short(self.compared.rounding),
             "layers": [_short(apart) for apart in self.compared.layers],
             "first_difference": self.compared.first,
-            "difference": self.difference and self.difference.to_json(),
+            "difference": self.difference and vars(self.difference),
         }
 
 
@@ -95,19 +95,17 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
 
 
 def summary(verdicts: list[Verdict]) -> str:
-    """Say in a sentence how many prompts agree."""
-    right = sum(verdict.agrees for verdict in verdicts)
-    differ = [verdict for verdict in verdicts if not verdict.agrees]
-    ties = sum(
-        one.compared.first is None
-        and one.difference is not None
-        and one.difference.near_tie
-        for one in differ
-    )
+    """Return in a sentence how many prompts agree."""
+    right = others = ties = 0
+    for one in verdicts:
+        right += one.agrees
+        others += not one.agrees
+        if not one.agrees and one.compared.first is None and one.difference is not None:
+            ties += one.difference.near_tie
     text = f"{right} of {len(verdicts)} prompts agree"
-    return text + (
-        f"; {ties} of {len(differ)} others differ at near ties" if differ else ""
-    )
+    if others:
+        text += f"; {ties} of {others} others differ at near ties"
+    return text
 
 
 def json_line(
