@@ -1,9 +1,13 @@
-"""Let copies of vLLM's handlers answer requests, whose engine is watched."""
+"""Let copies of vLLM's handlers answer requests, whose engine is watched.
+
+Read the field ``diffusion`` of a request body, and encode the texts of a request.
+"""
 
 import copy
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -23,11 +27,13 @@ from dllm_plugin.api.frames import (
     FrameSource,
     with_frames,
 )
-from dllm_plugin.api.request_fields import Asked, Encoder
 from dllm_plugin.api.watched_engine import WatchedEngine, add_counts, with_counts
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.arguments import STATISTICS
+from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
+from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import beginning
 
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]
@@ -35,15 +41,111 @@ FIELD = "diffusion"
 NOT_OURS = "This server's model is no diffusion language model."
 
 
-class Endpoints:
+class Asked(NamedTuple):
+    """Store the fields of ``diffusion``; an empty object asks for counts.
+
+    every    a frame every so many forwards; 0: none
+    lengths  how many positions to fill before a suffix; None: max_tokens
+    """
+
+    every: int = 0
+    early_text: bool = False
+    trace: bool = False
+    lengths: Any = None
+
+    def arguments(self) -> dict[str, int]:
+        """Return the engine's request arguments for this."""
+        arguments = {STATISTICS: 1}
+        if self.every:
+            arguments[FRAMES] = self.every
+        if self.early_text:
+            arguments[EARLY_TEXT] = 1
+        if self.trace:
+            arguments[TRACE] = 1
+        return arguments
+
+
+FIELDS = ("early_text", "frames", "lengths", "trace")
+
+
+def read_fields(body: Any, streams: bool) -> Asked:
+    """Read the object. Raises ValueError with one sentence."""
+    if not isinstance(body, dict):
+        raise ValueError(f"diffusion must be an object, got {shown(body)}.")
+    for name in sorted(set(body) - set(FIELDS)):
+        raise ValueError(
+            f"Unknown field {shown(name)} in diffusion; known: {', '.join(FIELDS)}."
+        )
+    every = _every(body.get("frames", False))
+    early_text, trace = _switch(body, "early_text"), _switch(body, "trace")
+    for name, asked in (("frames", every), ("early_text", early_text)):
+        if asked and not streams:
+            raise ValueError(f'diffusion.{name} needs "stream": true.')
+    return Asked(every, early_text, trace, body.get("lengths"))
+
+
+def _switch(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"diffusion.{name} must be true or false, got {shown(value)}.")
+    return value
+
+
+def _every(frames: Any) -> int:
+    if isinstance(frames, bool):
+        return int(frames)
+    if not isinstance(frames, dict) or set(frames) - {"every"}:
+        raise ValueError(
+            f'diffusion.frames must be true, false or {{"every": n}}, got {shown(frames)}.'
+        )
+    every = frames.get("every", 1)
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise ValueError(
+            f"diffusion.frames.every must be a whole number, got {shown(every)}."
+        )
+    if every < 1:
+        raise ValueError(
+            f"diffusion.frames.every must be at least 1, got {shown(every)}."
+        )
+    return every
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encode texts with a server's tokenizer, each as a part of a prompt."""
+
+    tokenizer: Any
+    context: int
+
+    def __call__(self, text: str, special: bool = False) -> list[int]:
+        """Return the tokens of a text that follows other text, if need be with special ones."""
+        # Other requests wait meanwhile, so nothing is encoded that cannot fit.
+        fewest = len(text) // self.tokenizer.max_chars_per_token
+        if fewest > self.context:
+            raise ValueError(
+                f"A text of {len(text)} characters has at least {fewest} tokens, but the context "
+                f"holds {self.context}: shorten it."
+            )
+        check_characters("A text of the request", text)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
+        return ids
+
+    def first(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a prompt; of an empty text the token that begins texts."""
+        return self(text, special) or beginning(self.tokenizer)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+class Endpoints(NamedTuple):
     """Store what the routes need of a server of a diffusion language model."""
 
-    def __init__(
-        self, engine: EngineClient, config: DecodeConfig, tracing: bool
-    ) -> None:
-        self.engine = engine
-        self.config = config
-        self.tracing = tracing
+    engine: EngineClient
+    config: DecodeConfig
+    tracing: bool
 
     def is_asked(self, body: Body) -> bool:
         """Return whether our route answers a request.
@@ -66,11 +168,10 @@ class Endpoints:
 def _has_grammar(body: Body) -> bool:
     """Return whether the body has a grammar, or tools that may bring one."""
     form = body.response_format
-    if body.structured_outputs is not None or (
-        form is not None and form.type != "text"
-    ):
+    if form is not None and form.type != "text":
         return True
-    return isinstance(body, ChatCompletionRequest) and bool(body.tools)
+    tools = isinstance(body, ChatCompletionRequest) and body.tools
+    return body.structured_outputs is not None or bool(tools)
 
 
 def endpoints(raw_request: Request) -> Endpoints | None:
@@ -79,10 +180,16 @@ def endpoints(raw_request: Request) -> Endpoints | None:
     return found
 
 
+def our_endpoints(raw_request: Request) -> Endpoints:
+    """Return the state that the plugin made, if the served model is ours."""
+    found = endpoints(raw_request)
+    assert found is not None
+    return found
+
+
 def encoder(raw_request: Request) -> Encoder:
     """Return the encoder of texts."""
-    ours = endpoints(raw_request)
-    assert ours is not None
+    ours = our_endpoints(raw_request)
     tokenizer = raw_request.app.state.openai_serving_completion.renderer.get_tokenizer()
     return Encoder(tokenizer, ours.engine.vllm_config.model_config.max_model_len)
 
@@ -96,48 +203,39 @@ async def answer(
         fields: what the request asks for in its field of ours; None if it has none.
         given: token ids of the request's template that are not filled.
     """
-    state, ours = raw_request.app.state, endpoints(raw_request)
-    assert ours is not None
-    of_chat = isinstance(request, ChatCompletionRequest)
-    handler = copy.copy(
-        state.openai_serving_chat if of_chat else state.openai_serving_completion
-    )
-    if handler is None:
-        raise NotImplementedError("The model does not support this API")
-    shows, asked = fields is not None, fields or Asked()
-    arguments = request.vllm_xargs or {}
-    frames = (
-        FrameSource(handler.renderer.get_tokenizer().decode) if asked.every else None
-    )
+    state, ours = raw_request.app.state, our_endpoints(raw_request)
+    asked, arguments = fields or Asked(), request.vllm_xargs or {}
     strips = not arguments.get(STATISTICS)
-    calls = False
-    if isinstance(request, ChatCompletionRequest):
-        calls = bool(request.stream and request.tools)
-    engine = WatchedEngine(
-        ours.engine, ours.tracing, strips, frames, asked.trace, given, calls
-    )
+    engine = WatchedEngine(ours.engine, ours.tracing, strips, None, asked.trace, given)
     try:
         method = ours.method(request)
     except ValueError as error:
         return refusal(str(error), param=FIELD), engine
     request.vllm_xargs = arguments | asked.arguments()
+    if isinstance(request, ChatCompletionRequest):
+        kind, handler = CHAT_CHUNK, copy.copy(state.openai_serving_chat)
+        create = handler.create_chat_completion
+        engine.calls = bool(request.stream and request.tools)
+    else:
+        kind, handler = COMPLETION_CHUNK, copy.copy(state.openai_serving_completion)
+        create = handler.create_completion
     handler.engine_client = engine
-    create = handler.create_chat_completion if of_chat else handler.create_completion
+    if asked.every:
+        engine.frames = FrameSource(handler.renderer.get_tokenizer().decode)
     reply = await create(request, raw_request)
     if isinstance(reply, ErrorResponse):
         return reply, engine
     if not request.stream:
         content: dict[str, Any] = reply.model_dump()
-        return (add_counts(content, engine, method) if shows else content), engine
-    events: AsyncGenerator[str, None] = (
-        with_counts(reply, engine, method) if shows else reply
-    )
-    if frames is not None:
-        kind = CHAT_CHUNK if of_chat else COMPLETION_CHUNK
-        events = with_frames(
-            events, frames, kind, request.model or handler.models.model_name()
-        )
-    return events, engine
+        if fields is not None:
+            add_counts(content, engine, method)
+        return content, engine
+    if fields is not None:
+        reply = with_counts(reply, engine, method)
+    if engine.frames is not None:
+        model = request.model or handler.models.model_name()
+        reply = with_frames(reply, engine.frames, kind, model)
+    return reply, engine
 
 
 def refusal(

@@ -8,9 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Of one character, whose UTF-8 has at most four bytes.
-MOST_TOKENS = 4
+from dllm_plugin.api.frames import BROKEN, LONGEST_CHARACTER
 
 
 class BegunCharacters:
@@ -32,7 +30,7 @@ class BegunCharacters:
         def decode(ids: Sequence[int]) -> str:
             return str(self.tokenizer.decode(ids, skip_special_tokens=skips))
 
-        if not decode(ids[-2 * MOST_TOKENS :]).endswith(BROKEN):
+        if not decode(ids[-2 * LONGEST_CHARACTER :]).endswith(BROKEN):
             return
         known, begun = split(ids, decode)
         before = copy.copy(request)
@@ -46,8 +44,8 @@ def split(
     ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Return the tokens of a prompt up to the character that it begins, and those of it."""
-    end = ids[-2 * MOST_TOKENS :]
-    for count in range(1, MOST_TOKENS + 1):
+    end = ids[-2 * LONGEST_CHARACTER :]
+    for count in range(1, LONGEST_CHARACTER + 1):
         if not decode(end[:-count]).endswith(BROKEN):
             return ids[:-count], ids[-count:]
     return [], []  # only broken characters

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
@@ -16,11 +17,6 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.validation import shown
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
@@ -38,10 +34,10 @@ SUSPECT = re.compile(
 class BodyChecks:
     """Pass every request on but those with such a body."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)

@@ -8,12 +8,18 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from dllm_plugin.api.answers import FIELD, Reply, answer, encoder, endpoints, refusal
-from dllm_plugin.api.counts import Counts, total
+from dllm_plugin.api.answers import (
+    FIELD,
+    Asked,
+    Reply,
+    answer,
+    encoder,
+    our_endpoints,
+    refusal,
+)
 from dllm_plugin.api.frames import END, EVENT, event_of
-from dllm_plugin.api.request_fields import Asked
 from dllm_plugin.api.scorer import Refused, Scorer, check_ended, together
-from dllm_plugin.api.watched_engine import WatchedEngine
+from dllm_plugin.api.watched_engine import Counts, WatchedEngine, total
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, filled
@@ -21,12 +27,7 @@ from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
 
 # Fields of a whole reply's choice that a stream has, too.
 OF_STREAM = (
-    "index",
-    "text",
-    "logprobs",
-    "finish_reason",
-    "stop_reason",
-    "token_ids",
+    *("index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids"),
     FIELD,
 )
 
@@ -68,15 +69,15 @@ def check(request: CompletionRequest, fields: Asked | None) -> None:
             f"n must be 1 where a length is chosen, got {shown(request.n)}: give "
             "diffusion.lengths, or on /v1/infill each gap, as an integer."
         )
-    for name, asked in zip(
-        ("frames", "early_text"), (fields or Asked())[:2], strict=True
-    ):
+    fields, arguments = fields or Asked(), request.vllm_xargs or {}
+    reported = {
+        "diffusion.frames": fields.every,
+        "diffusion.early_text": fields.early_text,
+        FRAMES: arguments.get(FRAMES),
+        EARLY_TEXT: arguments.get(EARLY_TEXT),
+    }
+    for name, asked in reported.items():
         if asked:
-            raise ValueError(
-                f"diffusion.{name} needs one length: give it as an integer."
-            )
-    for name in (FRAMES, EARLY_TEXT):
-        if (request.vllm_xargs or {}).get(name):
             raise ValueError(f"{name} needs one length: give it as an integer.")
 
 
@@ -121,8 +122,7 @@ async def _best(
     fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
     """Return the best reply, and its choice of lengths."""
-    ours, encode = endpoints(raw_request), encoder(raw_request)
-    assert ours is not None
+    ours, encode = our_endpoints(raw_request), encoder(raw_request)
     ends = ours.ends(encode)
     scorer = Scorer(raw_request, ours, request.model, len(choices), request.priority)
     changes = {"stream": False, "stream_options": None, "return_token_ids": True}
@@ -134,9 +134,7 @@ async def _best(
         [choice] = reply["choices"]
         gaps = filled(gapped, choice["token_ids"], ends, encode.decode)
         scoring = scoring_of(gapped, gaps)
-        of_tail = []
-        if scoring.places:
-            of_tail = await scorer.logprobs(gapped.prompt, scoring)
+        of_tail = await scorer.logprobs(gapped.prompt, scoring)
         score = score_of(gaps, choice["logprobs"]["token_logprobs"], of_tail)
         return _Attempt(reply, score, list(engine.counts.values()))
 

@@ -57,7 +57,9 @@ class Frames:
         masks = [NO_TOKEN] * (start - first - len(before))
         texts = self._texts([*before, *masks, *ids])
         confidences = dict(enumerate(snapshot.confidences, start))
-        unset = self._forget_from(first + len(texts))
+        unset = [place for place in self._shown if place >= first + len(texts)]
+        for place in unset:
+            del self._shown[place]
         set_entries: list[list[Any]] = []
         for position, text in enumerate(texts, first):
             last = self._shown.get(position)
@@ -81,13 +83,6 @@ class Frames:
             "set": set_entries,
             "unset": unset,
         }
-
-    def _forget_from(self, stop: int) -> list[int]:
-        """Forget positions from `stop` on, and return them."""
-        gone = [position for position in self._shown if position >= stop]
-        for position in gone:
-            del self._shown[position]
-        return gone
 
     def _settle(self, position: int) -> None:
         """Forget positions that no later frame can change, whole characters at a time."""
@@ -214,14 +209,8 @@ def frame_events(
     for choice, frame in source.take():
         text: dict[str, Any] = {"delta": {}} if kind == CHAT_CHUNK else {"text": ""}
         entry = {"index": choice, **text, "finish_reason": None, "diffusion": frame}
-        chunk = {
-            "id": source.request_id,
-            "object": kind,
-            "created": created,
-            "model": model,
-            "choices": [entry],
-        }
-        yield event_of(chunk)
+        head = {"id": source.request_id, "object": kind, "created": created}
+        yield event_of(head | {"model": model, "choices": [entry]})
 
 
 async def with_frames(

@@ -17,16 +17,18 @@ from vllm.entrypoints.serve.utils.api_utils import (
 
 from dllm_plugin.api.answers import (
     FIELD,
+    Asked,
+    Encoder,
     Endpoints,
     as_response,
     encoder,
     endpoints,
     not_ours,
+    read_fields,
     refusal,
 )
 from dllm_plugin.api.chosen import fill
 from dllm_plugin.api.frames import changed
-from dllm_plugin.api.request_fields import Asked, Encoder, read_fields
 from dllm_plugin.api.routes import CHECKS, FillRequest, reply_to
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.checks import check_length, no_template
@@ -152,13 +154,15 @@ def _check_names(body: Body) -> None:
 
 def _completion(body: Body) -> CompletionRequest:
     """Return vLLM's request, whose prompt follows."""
-    asked = {
-        key: value for key, value in body.items() if key not in (*OF_INFILL, FIELD)
-    }
+    asked: Body = {}
+    for name, value in body.items():
+        if name not in (*OF_INFILL, FIELD):
+            asked[name] = value
+    asked["prompt"] = [0]
     if not body.get("stream"):
         asked |= {"logprobs": 1, "return_token_ids": True}
     try:
-        return CompletionRequest.model_validate(asked | {"prompt": [0]})
+        return CompletionRequest.model_validate(asked)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from None
 
@@ -199,9 +203,7 @@ def _infilled(
             told.append({"text": gap.text, "tokens": len(gap.tokens), "logprob": mean})
         if (trace := choice["diffusion"].get("trace")) is not None:
             trace["tokens"] = choice["logprobs"]["tokens"]
-        completed += sum(
-            token == FILL for token in gapped.template[: len(choice["token_ids"])]
-        )
+        completed += gapped.template[: len(choice["token_ids"])].count(FILL)
         choices.append(
             {
                 "index": choice["index"],

@@ -23,8 +23,8 @@ from vllm.entrypoints.serve.utils.api_utils import (
 from vllm.utils import random_uuid
 
 from dllm_plugin.api.answers import as_response, endpoints, not_ours
-from dllm_plugin.api.counts import Counts, total
 from dllm_plugin.api.scorer import Refused, Scorer, together
+from dllm_plugin.api.watched_engine import Counts, total
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
@@ -113,11 +113,9 @@ def estimate(
     values = [one.weight * math.fsum(scored[: one.counted]) for one, scored in pairs]
     if method != "monte_carlo":
         return Estimate(math.fsum(values), None)
-    error = (
-        float(np.std(values, ddof=1)) / math.sqrt(len(values))
-        if len(values) > 1
-        else None
-    )
+    error = None
+    if len(values) > 1:
+        error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(math.fsum(values) / len(values), error)
 
 
@@ -190,8 +188,7 @@ def plan(request: LikelihoodRequest, texts: list[Text]) -> list[list[Sample]]:
         needed = sum(1 if length == 1 else count for length in lengths)
     else:
         needed = sum(lengths)
-    needed += sum(lengths) if request.greedy else 0
-    check_forwards(needed)
+    check_forwards(needed + request.greedy * sum(lengths))
     return [METHODS[request.method](length, count, seed) for length in lengths]
 
 
@@ -287,11 +284,13 @@ def reply_to(
     results, rest = [], iter(scored)
     for place, (text, of_text) in enumerate(zip(texts, samples, strict=True)):
         found = estimate(request.method, of_text, [next(rest) for _ in of_text])
-        counts = {"tokens": len(text.continuation), "samples": len(of_text)}
-        matches = {"greedy": greedy[place] if request.greedy else None}
-        results.append(found._asdict() | counts | matches)
+        of_result = found._asdict()
+        of_result |= {"tokens": len(text.continuation), "samples": len(of_text)}
+        of_result["greedy"] = greedy[place] if request.greedy else None
+        results.append(of_result)
     num_tokens = sum(len(text.context) + len(text.continuation) for text in texts)
-    took = total(list(counts_of_forwards.values())).as_json()
+    took = total(list(counts_of_forwards.values()))
+    counts = {"forwards": took.forwards, "computed_positions": took.computed_positions}
     return {
         "id": f"likelihood-{random_uuid()}",
         "object": "likelihood",
@@ -302,9 +301,5 @@ def reply_to(
             "completion_tokens": 0,
             "total_tokens": num_tokens,
         },
-        "metrics": {
-            "diffusion": {
-                name: took[name] for name in ("forwards", "computed_positions")
-            }
-        },
+        "metrics": {"diffusion": counts},
     }

@@ -21,21 +21,23 @@ from vllm.entrypoints.serve.utils.api_utils import (
 from dllm_plugin.api.answers import (
     FIELD,
     Body,
+    Encoder,
     Endpoints,
     Reply,
     answer,
     as_response,
     encoder,
     endpoints,
+    our_endpoints,
+    read_fields,
     refusal,
 )
 from dllm_plugin.api.chosen import fill
-from dllm_plugin.api.request_fields import Encoder, read_fields
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import STATISTICS
 from dllm_plugin.config.request.checks import check_length, no_template
-from dllm_plugin.infilling.gaps import AUTO, Gapped
+from dllm_plugin.infilling.gaps import AUTO, Gapped, Part
 from dllm_plugin.infilling.lengths import canvas_positions, lengths_of, room_for_gaps
 
 
@@ -87,10 +89,10 @@ def place_suffix(
         AUTO if asked is None else asked, request.max_tokens, fewest, room
     )
     check_length(config, lengths[-1])
-    choices = [
-        Gapped([text, (length,), suffix], prompt, [[FILL] * length, tail])
-        for length in lengths
-    ]
+    choices = []
+    for length in lengths:
+        parts: list[Part] = [text, (length,), suffix]
+        choices.append(Gapped(parts, prompt, [[FILL] * length, tail]))
     check_length(config, canvas_positions(choices))
     return choices
 
@@ -138,18 +140,15 @@ async def reply_to(request: Body, raw_request: Request) -> Reply:
     """Return the reply to a request, which may have a suffix."""
     asked = request.model_extra or {}
     try:
-        fields = (
-            read_fields(asked[FIELD], bool(request.stream)) if FIELD in asked else None
-        )
-        lengths = None if fields is None else fields.lengths
+        fields, lengths = None, None
+        if FIELD in asked:
+            fields = read_fields(asked[FIELD], bool(request.stream))
+            lengths = fields.lengths
         if isinstance(request, CompletionRequest) and request.suffix is not None:
             suffix, request.suffix = request.suffix, None
             if suffix:
-                ours = endpoints(raw_request)
-                assert ours is not None
-                choices = place_suffix(
-                    request, suffix, lengths, encoder(raw_request), ours.config
-                )
+                encode, config = encoder(raw_request), our_endpoints(raw_request).config
+                choices = place_suffix(request, suffix, lengths, encode, config)
                 return (await fill(request, choices, raw_request, fields))[0]
         if lengths is not None:
             raise ValueError("diffusion.lengths needs a suffix.")

@@ -90,6 +90,8 @@ class Scorer:
     async def logprobs(self, prompt: list[int], scoring: Scoring) -> list[float]:
         """Return the log-probabilities of the masked tokens of a text after a prompt."""
         places = scoring.places
+        if not places:
+            return []
         arguments = {TEMPLATE: scoring.template, TARGETS: scoring.targets}
         choice = await self._complete(prompt, places[-1] + 1, arguments)
         assert choice.logprobs is not None

@@ -1,4 +1,4 @@
-"""Stand between one request's handler and the engine, and read what passes.
+"""Stand between one request's handler and the engine, and count what passes.
 
 What was read is added to vLLM's replies: whole replies and streams of events.
 """
@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
@@ -21,54 +21,110 @@ from vllm.tracing import (
     instrument_manual,
 )
 
-from dllm_plugin.api.counts import Counts, counts_of, total
 from dllm_plugin.api.frames import FrameSource, changed, trace_of
-from dllm_plugin.config.carriers import unpack_snapshot
+from dllm_plugin.config.carriers import (
+    unpack_positions,
+    unpack_snapshot,
+    unpack_start,
+    unpack_widths,
+)
+from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 
 SPAN = "diffusion_decode"
 PREFIX = "diffuplug."
 
 
+class Counts(NamedTuple):
+    """Store the cost of one choice.
+
+    forwards            denoising steps, those that only commit included
+    tokens              completion tokens
+    computed_positions  queries of all forwards: prompt, refreshes and guidance included
+    wasted_positions    those beyond one for each token of answer and uncached prompt
+    grammar             how it kept to its grammar; None without a grammar
+    """
+
+    forwards: int
+    tokens: int
+    computed_positions: int
+    wasted_positions: int
+    grammar: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, and tokens per forward."""
+        per_forward = round(self.tokens / self.forwards, 2) if self.forwards else 0.0
+        fields = {
+            "forwards": self.forwards,
+            "tokens": self.tokens,
+            "tokens_per_forward": per_forward,
+            "computed_positions": self.computed_positions,
+            "wasted_positions": self.wasted_positions,
+        }
+        return fields if self.grammar is None else fields | {"grammar": self.grammar}
+
+
+def counts_of(
+    completion: CompletionOutput,
+    tokens: int,
+    prompt_tokens: int,
+    cached: int | None = None,
+) -> Counts | None:
+    """Return the counts of a choice that ended; None if the scheduler sent none.
+
+    Args:
+        tokens: completion tokens of the choice.
+        prompt_tokens: of the prompt, cached ones included.
+        cached: cached prompt tokens as vLLM reports them. Read only if canvases float;
+            None: estimated from the positions that belong to no forward.
+    """
+    sent = completion.spec_decode_metrics
+    if sent is None:  # aborted before the engine answered
+        return None
+    computed, mode = unpack_positions(sent), None
+    widths = unpack_widths(sent)
+    if widths is None:
+        cached, mode = unpack_start(sent)
+    elif cached is None:
+        cached = max(0, prompt_tokens - (computed - sum(widths)))
+    wasted = computed - (prompt_tokens - cached) - tokens
+    grammar = None if mode is None else GRAMMAR_MODES[mode]
+    return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
+
+
+def total(of_choices: list[Counts]) -> Counts:
+    """Return the sum over the choices of a request, which has one grammar at most."""
+    forwards, tokens, computed, wasted, grammars = zip(*of_choices, strict=True)
+    numbers = (sum(forwards), sum(tokens), sum(computed), sum(wasted))
+    return Counts(*numbers, grammars[0])
+
+
+@dataclasses.dataclass(eq=False)
 class WatchedEngine:
     """Stand in for the engine client of one HTTP request's handler.
 
+    strips  remove vLLM's own statistics from the outputs
+    frames  where snapshots go
+    trace   remove traces from the outputs
+    tail    what a template gives after the answer, which counts as prompt
+    calls   the reply is a stream that may call tools
     counts  of each choice that has ended, by the choice's index in the reply
     traces  of these choices, if the request asks for them
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        tracing: bool,
-        strips: bool,
-        frames: FrameSource | None = None,
-        trace: bool = False,
-        tail: Sequence[int] = (),
-        calls: bool = False,
-    ) -> None:
-        """Watch `engine`.
-
-        Args:
-            strips: remove vLLM's own statistics from the outputs.
-            frames: where snapshots go.
-            trace: remove traces from the outputs.
-            tail: what a template gives after the answer, which counts as prompt.
-            calls: the reply is a stream that may call tools.
-        """
-        self._engine = engine
-        self._tracing = tracing
-        self._strips = strips
-        self._frames = frames
-        self._trace = trace
-        self._tail = list(tail)
-        self._calls = calls
-        self._num_choices = 0
-        self._tokens: dict[int, int] = {}
-        self.counts: dict[int, Counts] = {}
-        self.traces: dict[int, dict[str, Any]] = {}
+    engine: EngineClient
+    tracing: bool
+    strips: bool
+    frames: FrameSource | None = None
+    trace: bool = False
+    tail: Sequence[int] = ()
+    calls: bool = False
+    counts: dict[int, Counts] = dataclasses.field(default_factory=dict)
+    traces: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    num_choices: int = 0
+    tokens: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     def generate(
         self,
@@ -78,13 +134,13 @@ class WatchedEngine:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as the engine does; a handler calls this for each prompt of a body."""
-        first = self._num_choices
-        if self._frames is not None and not first:
+        first = self.num_choices
+        if self.frames is not None and not first:
             # A handler of completions numbers the prompts of a body; its chunks do not.
             number = "-0" if request_id.startswith("cmpl-") else ""
-            self._frames.request_id = request_id.removesuffix(number)
-        self._num_choices += sampling_params.n
-        outputs = self._engine.generate(prompt, sampling_params, request_id, **options)
+            self.frames.request_id = request_id.removesuffix(number)
+        self.num_choices += sampling_params.n
+        outputs = self.engine.generate(prompt, sampling_params, request_id, **options)
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
         trace_headers = options.get("trace_headers")
         return self._follow(outputs, first, delta, request_id, trace_headers)
@@ -101,25 +157,24 @@ class WatchedEngine:
         # An abandoned request is aborted when the engine's generator is closed.
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                if self._tail:
+                if self.tail:
                     ids = output.prompt_token_ids or ()
-                    output.prompt_token_ids = [*ids, *self._tail]
+                    output.prompt_token_ids = [*ids, *self.tail]
                 self._count(output, first, delta)
-                if self._frames is None or self._has_text(output, first, self._frames):
-                    if self._calls and _is_cut(output):
+                if self.frames is None or self._has_text(output, first, self.frames):
+                    if self.calls and _is_cut(output):
                         yield _without_end(output)
                     yield output
-        if self._tracing:
+        if self.tracing:
             of_prompt = [c for i, c in self.counts.items() if i >= first]
             send_span(request_id, trace_headers, started, of_prompt)
 
     def _has_text(self, output: RequestOutput, first: int, frames: FrameSource) -> bool:
         """Move a snapshot to the frames; returns whether text or an end is left."""
         snapshot = unpack_snapshot(output)
-        output.outputs = [
-            c for c in output.outputs if c.token_ids or c.text or c.finish_reason
-        ]
-        for completion in output.outputs:
+        said = [c for c in output.outputs if c.token_ids or c.text or c.finish_reason]
+        output.outputs = said
+        for completion in said:
             index = first + completion.index
             frames.add_tokens(index, list(completion.token_ids))
             if completion.finish_reason is not None:
@@ -130,15 +185,15 @@ class WatchedEngine:
             number, _, rest = snapshot.request_id.partition("_")
             choice = int(number) if rest.startswith(output.request_id) else 0
             frames.add_snapshot(first + choice, snapshot)
-        return bool(output.outputs)
+        return bool(said)
 
     def _count(self, output: RequestOutput, first: int, delta: bool) -> None:
         """Count tokens, and keep the counts of choices that end."""
         for completion in output.outputs:
             _raise_reason(completion)
             index = first + completion.index
-            before = self._tokens.get(index, 0) if delta else 0
-            self._tokens[index] = before + len(completion.token_ids)
+            before = self.tokens.get(index, 0) if delta else 0
+            self.tokens[index] = before + len(completion.token_ids)
             if completion.finish_reason is not None and index not in self.counts:
                 self._end(index, completion, output)
 
@@ -149,12 +204,12 @@ class WatchedEngine:
         prompt_tokens = len(output.prompt_token_ids or ())
         # If several choices end in one output, vLLM reports the cached tokens of one.
         cached = output.num_cached_tokens if len(output.outputs) == 1 else None
-        counts = counts_of(completion, self._tokens[index], prompt_tokens, cached)
+        counts = counts_of(completion, self.tokens[index], prompt_tokens, cached)
         if counts is not None:
             self.counts[index] = counts
-        if self._trace:
+        if self.trace:
             self.traces[index] = trace_of(completion)
-        if self._strips:
+        if self.strips:
             completion.spec_decode_metrics = None
 
 
@@ -225,10 +280,8 @@ def add_counts(
             if (trace := engine.traces.get(choice["index"])) is not None:
                 choice["diffusion"]["trace"] = trace
     # A stream has its usage in a chunk without choices, after all of them have ended.
-    whole = (
-        reply.get("object") in ("chat.completion", "text_completion")
-        or not reply["choices"]
-    )
+    whole = reply.get("object") in ("chat.completion", "text_completion")
+    whole = whole or not reply["choices"]
     if whole and reply.get("usage") is not None and engine.counts:
         own = {k: v for k, v in (reply.get("metrics") or {}).items() if v is not None}
         together = total(list(engine.counts.values())).as_json()

@@ -1,12 +1,20 @@
 """Run ``diffuplug doctor``: print what is installed, and what is chosen for a model and why."""
 
 import platform
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import vllm
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.usage.usage_lib import UsageContext
 
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
 from dllm_plugin.commands.forecast import Load, forecast
-from dllm_plugin.commands.models import is_elsewhere, read_config, why_unserved
+from dllm_plugin.commands.models import is_elsewhere, read_config, refuse_unserved
 from dllm_plugin.commands.offline import missing_device, one_sentence
 from dllm_plugin.config.cuda_graphs import (
     allowed_widths,
@@ -32,17 +40,9 @@ from dllm_plugin.models.checkpoints.sizes import (
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 from dllm_plugin.models.checkpoints.trained_for import find_mask_token
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 def run(options: dict[str, Any], load: Load | None = None) -> int:
     """Print the report; 0 when the model could be served, 1 otherwise."""
-    import torch
-    import vllm
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
     taken = " and ".join(
         f"{major}.{minor}.x" for major, minor in dllm_plugin.SUPPORTED_VLLM
     )
@@ -101,15 +101,12 @@ def _report_width(options: dict[str, Any], load: Load) -> None:
     _line("  " + what, f"{unit * found.rate:.1f} ({widest})")
 
 
-def _engine_config(options: dict[str, Any]) -> "VllmConfig":
+def _engine_config(options: dict[str, Any]) -> VllmConfig:
     """Return the configuration of a server, whose limits are larger than vLLM's without a use."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
     return EngineArgs(**options).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
+def _report_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Print the lengths of forwards that would have full CUDA graphs, if there are any."""
     graphs = captured_graphs(vllm_config, config)
     what = "width" if config.method.floats else "forwards of"
@@ -125,15 +122,11 @@ def _report_graphs(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
 
 
 def _report_model(options: dict[str, Any]) -> int:
-    from vllm.config import CompilationMode
-
     model = options["model"]
     _line("model", model)
     try:
-        if not is_elsewhere(model) and (
-            reason := why_unserved(model, read_config(model))
-        ):
-            raise ValueError(reason)
+        if not is_elsewhere(model):
+            refuse_unserved(model, read_config(model))
         vllm_config = _engine_config(options)
     except (ValueError, OSError) as error:
         _line("problem", one_sentence(error))
@@ -155,14 +148,16 @@ def _report_model(options: dict[str, Any]) -> int:
         "predicts position i + 1" if family.logits_shift else "is position i",
     )
     _line("mask token", f"{mask_token_id}, from {found_in}")
-    dtype = f"{model_config.dtype} ({_dtype_reason(options, vllm_config.additional_config)})"
+    reason = "as asked"
+    if options.get("dtype", "auto") == "auto":  # the hook chooses on some CPUs
+        ours: Any = vllm_config.additional_config
+        reason = (
+            f"auto: {ours.get('dllm_dtype', 'what vLLM takes for this checkpoint')}"
+        )
+    dtype = f"{model_config.dtype} ({reason})"
     _line("dtype, context", f"{dtype}, {model_config.max_model_len} tokens")
     _line("decoding", f"{config.strategy}, policy {config.policy}: {config.reason}")
-    wanted = (
-        (options.get("additional_config") or {})
-        .get("dllm", {})
-        .get("kv_cache_layout", "auto")
-    )
+    wanted = options["additional_config"]["dllm"].get("kv_cache_layout", "auto")
     _line("KV cache layout", f"{config.kv_cache_layout} ({REASONS[wanted]})")
     for name, value in _settings(config).items():
         _line("  " + name, value)
@@ -188,16 +183,9 @@ class Memory(NamedTuple):
     graphs: float
     request: float  # keys and values of one request of the longest context
 
-    @property
-    def beside_requests(self) -> float:
-        """Return the bytes that are needed whatever runs."""
-        return self.weights + self.step + self.forward + self.graphs
 
-
-def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
+def memory_of(vllm_config: VllmConfig, config: DecodeConfig) -> Memory:
     """Compute what a rank needs, from the configuration of the model and the engine."""
-    import torch
-
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes, dtype = sizes_of(model.hf_text_config), model.dtype
     assert isinstance(dtype, torch.dtype)
@@ -220,27 +208,23 @@ def memory_of(vllm_config: "VllmConfig", config: DecodeConfig) -> Memory:
     )
 
 
-def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
+def _report_memory(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Print whether the model fits, from its configuration, and what to change if not."""
-    from vllm.platforms import current_platform
-
     memory, model = memory_of(vllm_config, config), vllm_config.model_config
     share = vllm_config.cache_config.gpu_memory_utilization
     usable = share * current_platform.get_device_total_memory()
     weights, request = memory.weights, memory.request
-    room = usable - memory.beside_requests
+    room = usable - (weights + memory.step + memory.forward + memory.graphs)
     _line(
         "memory",
         f"weights {_gigabytes(weights)}, a step {_gigabytes(memory.step)}, a forward "
         f"{_gigabytes(memory.forward)}, graphs {_gigabytes(memory.graphs)}, a request of "
         f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
     )
+    positions = int(room / request * model.max_model_len)
     if room >= request:
-        positions = int(room / (request / model.max_model_len))
-        counts = (
-            f"{int(room // request)} such requests at once, {positions:,} positions"
-        )
-        _line("  fits", counts)
+        fitting = int(room // request)
+        _line("  fits", f"{fitting} such requests at once, {positions:,} positions")
         return
     _line("  fits", f"no: {_gigabytes(request - room)} are missing")
     smaller = sizes_of(model.hf_text_config).weight_bytes(EIGHT_BITS)
@@ -248,8 +232,7 @@ def _report_memory(vllm_config: "VllmConfig", config: DecodeConfig) -> None:
     if weights - smaller >= request - room:
         _line("  change", f"--quantization fp8_per_channel: {_gigabytes(smaller)}")
     elif room > 0:
-        tokens = int(room / (request / model.max_model_len))
-        _line("  change", f"--max-model-len {tokens}")
+        _line("  change", f"--max-model-len {positions}")
     else:
         _line("  change", "--max-num-seqs, or a checkpoint in four bits")
 
@@ -258,24 +241,13 @@ def _gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def _graphs(vllm_config: "VllmConfig") -> str:
+def _graphs(vllm_config: VllmConfig) -> str:
     """Describe the CUDA graphs that are captured, and their largest number of positions."""
-    from vllm.config import CUDAGraphMode
-
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode in (None, CUDAGraphMode.NONE):
         return "none"
     most = compilation.max_cudagraph_capture_size
     return f"{compilation.cudagraph_mode.name}, up to {most} positions"
-
-
-def _dtype_reason(options: dict[str, Any], additional_config: Any) -> str:
-    """Name who chose the dtype: the user, the hook for CPUs without bfloat16 units, or vLLM."""
-    if options.get("dtype", "auto") != "auto":
-        return "as asked"
-    return "auto: " + additional_config.get(
-        "dllm_dtype", "what vLLM takes for this checkpoint"
-    )
 
 
 def _settings(config: DecodeConfig) -> dict[str, Any]:

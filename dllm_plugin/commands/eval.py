@@ -10,6 +10,7 @@ from dllm_plugin.commands.options import (
     add_flags,
     add_verbose,
     flag_of,
+    given,
     positive,
 )
 
@@ -93,18 +94,19 @@ def _check(args: argparse.Namespace) -> None:
             "--json is for the two ways of decoding: leave --all, --schedule and "
             "--questions out"
         )
-    for name in QUANTISED:
-        if getattr(args, name) is not None and (args.all or args.refreshes):
+    tables = args.all or args.refreshes
+    for name in given(args, QUANTISED):
+        if tables:
             raise ValueError(
                 f"{flag_of(name)} is for the two ways of decoding, --questions and --schedule: "
                 "leave --all and --refreshes out"
             )
-    if args.output is not None and not (args.all or args.refreshes):
+    if args.output is not None and not tables:
         raise ValueError("--output is where --all writes: add --all, or --refreshes")
     if of_any_model and args.all:
         raise ValueError(
             "--all has policies of its own: leave it, or --schedule and --questions, out"
         )
-    for name in ("model", *DECODE_OPTIONS):
-        if not of_any_model and getattr(args, name) is not None:
+    for name in given(args, ("model", *DECODE_OPTIONS)):
+        if not of_any_model:
             raise ValueError(f"{flag_of(name)} needs --questions or --schedule")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dllm_plugin.commands.options import flag_of
+from dllm_plugin.commands.options import flag_of, given
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.acceptance import tokens_per_forward
@@ -36,9 +36,8 @@ class Load(NamedTuple):
 def read_load(args: argparse.Namespace) -> Load | None:
     """Return the load that a command names, if any. Raises ValueError naming what is wrong."""
     if args.requests is None:
-        for name in ("context", "acceptance", "step_ms"):
-            if getattr(args, name) is not None:
-                raise ValueError(f"{flag_of(name)} needs --requests")
+        for name in given(args, ("context", "acceptance", "step_ms")):
+            raise ValueError(f"{flag_of(name)} needs --requests")
         return None
     if args.step_ms is not None and not 0 < args.step_ms <= 1e6:
         raise ValueError(
@@ -53,19 +52,17 @@ def with_widths(args: argparse.Namespace, dllm: dict[str, Any]) -> dict[str, Any
 
     With a load and a window `adaptive` is on.
     """
-    given = {
-        name: value for name in OPTIONS if (value := getattr(args, name)) is not None
-    }
+    options = given(args, OPTIONS)
     asks = args.requests is not None
-    if asks and given.get("adaptive") == "off":
+    if asks and options.get("adaptive") == "off":
         raise ValueError(
             "--requests asks which width load would choose, and --adaptive off has none: leave one "
             "of them out"
         )
-    if asks and any(name in given for name in WINDOWS):
-        given.setdefault("adaptive", "throughput")
-    Options.from_user(dllm | given)
-    return dllm | given
+    if asks and given(args, WINDOWS):
+        options.setdefault("adaptive", "throughput")
+    Options.from_user(dllm | options)
+    return dllm | options
 
 
 def read_acceptance(text: str) -> tuple[float, float]:

@@ -95,11 +95,7 @@ def check_model(model: str) -> None:
     """Raise ValueError unless `model` is a checkpoint that DiffuPlug serves."""
     if is_elsewhere(model):
         return
-    config = read_config(model)
-    refuse_unserved_files(model, config)
-    check_weights(model)
-    if reason := why_unserved(model, config):
-        raise ValueError(reason)
+    refuse_unserved(model, _check_folder(model))
 
 
 def check_files(model: str) -> None:
@@ -115,6 +111,12 @@ def is_elsewhere(model: str) -> bool:
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return True
     return ":" in model or model.endswith(".gguf")
+
+
+def refuse_unserved(model: str, config: dict[str, Any]) -> None:
+    """Raise ValueError for a checkpoint that DiffuPlug does not serve."""
+    if reason := why_unserved(model, config):
+        raise ValueError(reason)
 
 
 def why_unserved(model: str, config: dict[str, Any]) -> str:
@@ -136,13 +138,13 @@ def check_served(model: str, options: dict[str, Any]) -> None:
 
     vLLM serves models of others, too, but those read none of our `options`.
     """
-    config = read_config(model)
-    refuse_unserved_files(model, config)
-    check_weights(model)
-    reason, architecture = why_unserved(model, config), str(architecture_of(config))
-    if did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR) and reason:
-        raise ValueError(reason)
-    if reason and options:
+    config = _check_folder(model)
+    architecture = str(architecture_of(config))
+    if architecture in ARCHITECTURES:
+        return
+    if did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR):
+        refuse_unserved(model, config)
+    if options:
         raise ValueError(
             f"{model} is no diffusion model of DiffuPlug (its architecture is "
             f"{architecture}): {', '.join(sorted(options))} would have no effect"
@@ -221,28 +223,21 @@ def config_path(model: str) -> Path:
                 f"the folder {model} holds no {CONFIG}: is it a checkpoint?"
             )
         return folder / CONFIG
-    check_folder(model)
-    return _fetched(model)
-
-
-def check_folder(model: str) -> None:
-    """Raise ValueError if `model` is written like a path and there is no such folder."""
     if not model.startswith(("/", ".", "~")) and model.count("/") < 2:
-        return
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return
+        return _fetched(model)
     if folder.exists():
         raise ValueError(f"{model} is no folder")
     beside = os.listdir(folder.parent) if folder.parent.is_dir() else []
     raise ValueError(f"there is no folder {model}" + did_you_mean(folder.name, beside))
 
 
-def check_weights(model: str) -> None:
-    """Raise ValueError if `model` is a folder without weights."""
-    folder = Path(model).expanduser()
+def _check_folder(model: str) -> dict[str, Any]:
+    """Return a checkpoint's configuration. Raises ValueError for a folder without weights."""
+    config, folder = read_config(model), Path(model).expanduser()
+    refuse_unserved_files(model, config)
     if folder.is_dir() and not any(any(folder.glob(form)) for form in WEIGHTS):
         raise ValueError(f"the folder {model} holds no weights (*.safetensors)")
+    return config
 
 
 def _fetched(name: str) -> Path:

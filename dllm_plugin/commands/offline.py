@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_decoding, check_model, check_quantization
-from dllm_plugin.commands.options import DECODE_OPTIONS, given_options
+from dllm_plugin.commands.options import DECODE_OPTIONS, given, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
 
 if TYPE_CHECKING:
@@ -64,10 +64,9 @@ def engine_options(
         check: raises ValueError for a model that the command cannot take.
     """
     dllm = given_options(args, DECODE_OPTIONS)
-    engine = {name: getattr(args, name, None) for name in ENGINE_NAMES}
-    engine = {name: value for name, value in engine.items() if value is not None}
-    if (quantization := engine.get("quantization")) is not None:
-        check_quantization(quantization)
+    engine = given(args, ENGINE_NAMES)
+    if "quantization" in engine:
+        check_quantization(engine["quantization"])
     if args.model is not None:
         check(args.model)
         check_decoding(args.model, dllm)
@@ -194,11 +193,14 @@ def num_forwards(output: "RequestOutput") -> int:
 
 def one_sentence(error: Exception) -> str:
     """Return an error's message; of pydantic's errors the first problem and the field it is in."""
-    problems = getattr(error, "errors", None)
-    first: dict[str, Any] = problems()[0] if callable(problems) else {"msg": error}
-    text, where = str(first["msg"]), ".".join(map(str, first.get("loc", ())))
+    from pydantic import ValidationError
+
+    text, where = str(error), ""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text, where = first["msg"], ".".join(map(str, first["loc"]))
     # Checks that vLLM or we wrote name the field themselves; checks of types do not.
     checked = text.removeprefix("Value error, ")
-    return " ".join(
-        (checked if checked != text or not where else f"{where}: {text}").split()
-    )
+    if checked == text and where:
+        checked = f"{where}: {text}"
+    return " ".join(checked.split())

@@ -87,12 +87,20 @@ def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
         parser.add_argument(flag_of(name), default=None, help=_help(name), **kind)
 
 
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of these names that a command line gives."""
+    values = {}
+    for name in names:
+        if (value := getattr(args, name, None)) is not None:
+            values[name] = value
+    return values
+
+
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Return the options that a command line gives, checked. Raises ValueError."""
-    values = {name: getattr(args, name) for name in names}
-    given = {name: value for name, value in values.items() if value is not None}
-    Options.from_user(given)
-    return given
+    options = given(args, names)
+    Options.from_user(options)
+    return options
 
 
 def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:

@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn
 
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import CONFIG_MAPPING
 from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -44,11 +44,6 @@ MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 UNRECOGNIZED = "unrecognized arguments: "
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 POLL_SECONDS = 0.05
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
@@ -166,10 +161,10 @@ class ServerEnds(GracefulHTTPError, RetryableRequestError):
 class Lifecycle:
     """Pass every request on, and watch the start and the end of the application."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request, or the start and end of the application."""
         if scope["type"] != "lifespan":
             await self.handle(scope, receive, send)
@@ -182,7 +177,9 @@ class Lifecycle:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 tasks.append(asyncio.create_task(end.cut_streams()))
-                end.take_interrupts()
+                # In the place of vLLM, which handles it as SIGTERM.
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGINT, end.interrupt)
                 if is_first(state):
                     tasks.append(asyncio.create_task(announce(scope["app"])))
 
@@ -198,7 +195,7 @@ class Lifecycle:
         for task in tasks:
             task.cancel()
 
-    async def handle(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse a new one while running requests end.
 
         `/health` then fails, so that balancers send no more requests.
@@ -216,7 +213,7 @@ class Lifecycle:
         await self.app(scope, receive, send)
 
     async def handle_until_cut(
-        self, scope: Message, receive: Receive, send: Send, cut: asyncio.Event
+        self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Event
     ) -> None:
         """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
         number, streams = 0, False
@@ -274,11 +271,6 @@ class End:
         self.state = state
         self.interrupted = False
         self.is_cut = asyncio.Event()
-
-    def take_interrupts(self) -> None:
-        """Handle Ctrl-C in the place of vLLM, which handles it as SIGTERM."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.interrupt)
 
     def interrupt(self) -> None:
         """Let running streams go on for a short while; end at once at the second call."""
@@ -354,20 +346,14 @@ def ready_line(state: Any, has_viewer: bool) -> str:
     """Format address, model and abilities, from what vLLM keeps about its server."""
     arguments, config = state.args, state.vllm_config
     host = ANY_ADDRESS.get(arguments.host or "", arguments.host)
+    if ":" in host:  # an IPv6 address
+        host = f"[{host}]"
     scheme = "https" if arguments.ssl_certfile else "http"
-    address = arguments.uds or f"{scheme}://{_in_url(host)}:{arguments.port}"
+    address = arguments.uds or f"{scheme}://{host}:{arguments.port}"
     viewer = f" (viewer: {address}{VIEWER})" if has_viewer and not arguments.uds else ""
     names = config.model_config.served_model_name
     model = names if isinstance(names, str) else names[0]
     return f"diffuplug: ready at {address}{viewer}, model {model}, {_abilities(config)}"
-
-
-def _in_url(host: str) -> str:
-    try:
-        socket.inet_pton(socket.AF_INET6, host)
-    except OSError:
-        return host
-    return f"[{host}]"
 
 
 def _abilities(vllm_config: Any) -> str:

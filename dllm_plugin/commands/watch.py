@@ -20,6 +20,7 @@ from dllm_plugin.commands.options import (
     add_model_options,
     add_verbose,
     flag_of,
+    given,
 )
 from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import FRAMES
@@ -33,11 +34,8 @@ EXAMPLE = (
     "Omar sells 26 pencils at the market. How many pencils does Omar have now?"
 )
 OF_ENGINE = (
-    "strategy",
-    "lora_path",
-    "kv_cache_layout",
-    "gpu_memory_utilization",
-    "verbose",
+    *("strategy", "lora_path", "kv_cache_layout"),
+    *("gpu_memory_utilization", "verbose", "dtype"),
 )
 UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
 
@@ -100,10 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_engine_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options of an engine of its own: a server has been given its own."""
-    given = {name: getattr(args, name) for name in OF_ENGINE}
-    given["dtype"] = None if args.dtype == "auto" else args.dtype
-    for name, value in given.items():
-        if value:
+    for name in OF_ENGINE:
+        if getattr(args, name) not in (None, False, "auto"):
             raise ValueError(
                 f"{flag_of(name)} has no effect with --url, whose server has its own: "
                 "leave it out"
@@ -187,13 +183,9 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
     """Read the frames of a running server."""
     from openai import OpenAI, OpenAIError
 
-    given = {}
-    for name in ("threshold", "policy", "block_length"):
-        if (value := getattr(args, name)) is not None:
-            given[REQUEST_PREFIX + name] = value
     extra: dict[str, Any] = {"diffusion": {"frames": True}}
-    if given:
-        extra["vllm_xargs"] = given
+    for name, value in given(args, ("threshold", "policy", "block_length")).items():
+        extra.setdefault("vllm_xargs", {})[REQUEST_PREFIX + name] = value
     shown, positions = Shown(), dict[int, tuple[str, float | None]]()
     try:
         base = f"{args.url.rstrip('/').removesuffix('/v1')}/v1"

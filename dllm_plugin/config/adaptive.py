@@ -8,15 +8,13 @@ how many positions a step computes.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import Family
 from dllm_plugin.decoding.method import Method
-
-if TYPE_CHECKING:
-    from dllm_plugin.config.decode import DecodeConfig
 
 CONTRACT = (
     "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "
@@ -28,10 +26,8 @@ UNMEASURED = (
 )
 # Names of checkpoints, and the narrowest windows whose accuracy was published (docs/widths.md).
 PUBLISHED = ((r"(?i)llada-8b-base", 2), (r"(?i)sdar-8b", 6), (r"(?i)llada2\.0-mini", 6))
-UNTRAINED_WINDOW, TRAINED_WINDOW = (
-    8,
-    4,
-)  # narrowest by default, without and with block training
+# Narrowest by default, without and with block training.
+UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4
 PARTS = 4  # blocks of a default window, if several blocks may be denoised at once
 
 
@@ -72,15 +68,14 @@ def check_adaptive(
             "number of steps nor tokens to replace: set policy to 'threshold' or leave adaptive "
             "out."
         )
-    own = {
-        "max_active_blocks": options.max_active_blocks not in (None, 1),
-        "commit_alone_from": bool(options.commit_alone_from),
-        "sub_block_length": options.sub_block_length
-        not in (None, family.sub_block_length),
-        "use_block_cache": options.use_block_cache,
+    neutral = {
+        "max_active_blocks": (None, 1),
+        "commit_alone_from": (None, 0),
+        "sub_block_length": (None, family.sub_block_length),
+        "use_block_cache": (False,),
     }
-    for name, is_set in own.items():
-        if is_set:
+    for name, values in neutral.items():
+        if getattr(options, name) not in values:
             raise ValueError(
                 f"{name} {shown(getattr(options, name))} cannot be combined with {asked}, where a "
                 "window takes the place of blocks: leave one of them out."
@@ -124,7 +119,7 @@ def is_published(model: str, adapter: str | None, window: int) -> bool:
     return adapter is None and window >= min(known, default=window + 1)
 
 
-def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
+def fit_canvas(config: DecodeConfig) -> DecodeConfig:
     """Return the configuration with windows that fit its shortened canvas."""
     widest = min(config.max_window, config.canvas_length)
     return dataclasses.replace(
@@ -132,7 +127,7 @@ def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
     )
 
 
-def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
+def check_windows(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse a user's window that does not fit the shortened canvas."""
     for name in ("min_window", "max_window"):
         asked = given.get(name)
@@ -143,7 +138,7 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
             )
 
 
-def without_grammars(config: "DecodeConfig") -> str:
+def without_grammars(config: DecodeConfig) -> str:
     """Return why an engine has no grammars; empty if it has."""
     if config.moves_tokens:
         return config.moves_tokens

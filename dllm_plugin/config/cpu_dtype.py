@@ -24,13 +24,8 @@ UNITS = ("amx_bf16", "avx512_bf16", "avx10_2", "bf16", "sve_bf16")
 KNOWN = ("avx2", "neon")
 # Values of ONEDNN_MAX_CPU_ISA that keep oneDNN, which multiplies for vLLM, from these units.
 WITHOUT = (
-    "SSE41",
-    "AVX",
-    "AVX2",
-    "AVX2_VNNI",
-    "AVX2_VNNI_2",
-    "AVX512_CORE",
-    "AVX512_CORE_VNNI",
+    *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"),
+    *("AVX512_CORE", "AVX512_CORE_VNNI"),
 )
 FLOAT32_BYTES = 4
 NO_UNITS = (
@@ -117,16 +112,13 @@ def choose_dtype(
     if weights is not None and memory.holds(weights):
         line = f"dtype is float32: {NO_UNITS}; --dtype {kept} takes what vLLM would choose."
         return DtypeChoice(torch.float32, NO_UNITS, line)
-    size = (
-        "the size of the weights is not known"
-        if weights is None
-        else _too_large(weights, memory)
-    )
+    why, size = "its size is not known", "the size of the weights is not known"
+    if weights is not None:
+        why, size = "float32 does not fit", _too_large(weights, memory)
     line = (
         f"dtype stays {kept} although {NO_UNITS}: {COST}. {size}: --dtype float32 takes it "
         "all the same."
     )
-    why = "float32 does not fit" if weights is not None else "its size is not known"
     return DtypeChoice(stored, f"{why}, and {NO_UNITS}", line)
 
 
@@ -155,31 +147,24 @@ def user_chose(vllm_config: VllmConfig) -> bool:
         vllm_config.model_config.enforce_eager
         or compilation.mode is not None
         or compilation.backend != current_platform.get_compile_backend()
-        or bool(
-            compilation.compile_sizes
-            or compilation.custom_ops
-            or compilation.splitting_ops
-        )
+        or bool(compilation.compile_sizes or compilation.custom_ops)
+        or bool(compilation.splitting_ops)
         or vllm_config.optimization_level != OptimizationLevel.O2
     )
-
-
-def is_small(parameters: int | None) -> bool:
-    """Return whether a model has so few parameters that compiling does not pay; None: unknown."""
-    return parameters is not None and parameters <= EAGER_UP_TO
 
 
 def choose_compilation(vllm_config: VllmConfig, parameters: int | None) -> None:
     """Disable compilation of a small model, and log the choice; call it unless the user chose.
 
     At optimization level 0, without other options of compilation, vLLM compiles nothing.
+
+    Args:
+        parameters: how many the model has; None: unknown.
     """
-    size = (
-        "unknown size"
-        if parameters is None
-        else f"{parameters / 1e6:.1f} million parameters"
-    )
-    if is_small(parameters):
+    size = "unknown size"
+    if parameters is not None:
+        size = f"{parameters / 1e6:.1f} million parameters"
+    if parameters is not None and parameters <= EAGER_UP_TO:
         vllm_config.optimization_level = OptimizationLevel.O0
         logger.info(
             "Not compiled: a model of %s would not win back on a CPU what compiling costs at every "

@@ -133,10 +133,8 @@ def captured_lengths(config: DecodeConfig) -> Collection[int]:
 def rest_lengths(config: DecodeConfig) -> set[int]:
     """Return the lengths of forwards that reach from their block to the end of the canvas."""
     block, window = config.block_length, limit(config.defaults.suffix_window)
-    return {
-        block + min(window, behind * block)
-        for behind in range(config.canvas_length // block)
-    }
+    rests = range(0, config.canvas_length - block + 1, block)
+    return {block + min(window, rest) for rest in rests}
 
 
 def refresh_lengths(config: DecodeConfig) -> set[int]:
@@ -263,15 +261,13 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
     floating canvases, if all have one width.
     """
     compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode in (
-        CUDAGraphMode.FULL,
-        CUDAGraphMode.FULL_DECODE_ONLY,
-    ):
+    mode = compilation.cudagraph_mode
+    if mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY):
         raise ValueError(
-            f"cudagraph_mode {compilation.cudagraph_mode.name} needs full graphs of every step, "
+            f"cudagraph_mode {mode.name} needs full graphs of every step, "
             "which this strategy has not, or not under this worker_cls: use PIECEWISE or NONE."
         )
-    if compilation.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
+    if mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE):
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.request.arguments import RequestArguments, Template
@@ -15,9 +16,6 @@ from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import METHODS, floating
 from dllm_plugin.decoding.step_costs import reads_of
 from dllm_plugin.decoding.widths import doubled
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
 
@@ -236,13 +234,13 @@ class Case:
         return value is not None and bool(value != getattr(DEFAULTS, parameter))
 
 
-def is_ours(vllm_config: "VllmConfig") -> bool:
+def is_ours(vllm_config: VllmConfig) -> bool:
     """Return whether an engine decodes by diffusion; vLLM may have a class of its own."""
     given: Any = vllm_config.additional_config
     return isinstance(given, dict) and "dllm" in given
 
 
-def get_decode_config(vllm_config: "VllmConfig") -> DecodeConfig:
+def get_decode_config(vllm_config: VllmConfig) -> DecodeConfig:
     """Return the resolved configuration that the hook stored in ``additional_config``."""
     resolved: dict[str, Any] = vllm_config.additional_config["dllm"]  # type: ignore[index]
     read = {

@@ -34,26 +34,11 @@ def resolve_for_machine(
             f"adaptive {config.adaptive!r} chooses widths by load, which VLLM_BATCH_INVARIANT "
             "forbids: leave one of them out."
         )
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if options.vocab_parallel and config.method.inserts:
-        raise ValueError(
-            "vocab_parallel keeps the columns of the LM head apart, among which "
-            f"{config.family.title} looks for second choices: leave vocab_parallel out."
-        )
-    if options.vocab_parallel and ranks == 1:
-        raise ValueError(
-            "vocab_parallel needs a tensor_parallel_size of at least 2, got 1: leave "
-            "vocab_parallel out."
-        )
-    if options.vocab_parallel and vllm_config.lora_config is not None:
-        raise ValueError(
-            "vocab_parallel keeps the columns of the LM head apart, which enable_lora gathers: "
-            "leave vocab_parallel out."
-        )
+    whole_rows = next(needs_whole_rows(config, vllm_config), None)
+    if options.vocab_parallel and whole_rows:
+        raise ValueError(f"vocab_parallel {whole_rows}: leave vocab_parallel out.")
     if options.vocab_parallel is None:
-        columns = ranks > 1 and vllm_config.lora_config is None
-        columns = columns and not config.method.inserts
-        config = dataclasses.replace(config, vocab_parallel=columns)
+        config = dataclasses.replace(config, vocab_parallel=not whole_rows)
     if config.method.causal_commit and options.commit_alone_from is None:
         # Steps compute one block, never the rest of the canvas.
         config = dataclasses.replace(config, commit_alone_from=1)
@@ -72,6 +57,17 @@ def resolve_for_machine(
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
         config = dataclasses.replace(config, compile_step=wanted and not problem)
     return config
+
+
+def needs_whole_rows(config: DecodeConfig, vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield why ranks do not propose from their own columns of the logits."""
+    apart = "keeps the columns of the LM head apart,"
+    if config.method.inserts:
+        yield f"{apart} among which {config.family.title} looks for second choices"
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        yield "needs a tensor_parallel_size of at least 2, got 1"
+    if vllm_config.lora_config is not None:
+        yield f"{apart} which enable_lora gathers"
 
 
 def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:

@@ -2,17 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 CHUNK_ROWS = 256  # rows at most of which float32 copies are made at once
 CHUNK_STEP = 32  # between numbers of rows
@@ -54,7 +51,7 @@ class StepSize:
         return min(envs.VLLM_MAX_NUM_BAD_WORDS, MAX_WORDS_TOKENS // 2)
 
 
-def step_size(vllm_config: "VllmConfig", config: DecodeConfig) -> StepSize:
+def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     """Return the size of a full step of an engine."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     slots, vocab = scheduler.max_num_seqs, model.get_vocab_size()

@@ -57,9 +57,7 @@ def resolve(
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
-    _check_rounds(method, block, canvas - method.causal_commit)
-    check_block_length(block, canvas - method.causal_commit)
-    check_shared_experts(method, block, block_length)
+    _check_block(method, block, block_length, canvas - method.causal_commit)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
     return DecodeConfig(
@@ -193,31 +191,26 @@ def _choose_canvas(
     return min(canvas, max_model_len)
 
 
-def check_shared_experts(method: Method, block: int, trained: int | None) -> None:
-    """Raise ValueError for blocks of another length than the blocks that share experts."""
-    if method.inserts and block != trained:
-        raise ValueError(
-            f"block_length {block} is not the {trained} of this model, whose blocks share "
-            "experts: leave block_length out."
-        )
+def _check_block(method: Method, block: int, trained: int | None, longest: int) -> None:
+    """Raise ValueError unless a block, or drafts and the tokens before them, fit the canvas.
 
-
-def _check_rounds(method: Method, block: int, longest: int) -> None:
-    """Raise ValueError unless drafts and the tokens that they follow fit the canvas."""
+    Blocks that share experts have the length of training.
+    """
     if method.causal_rows and 2 * block > longest:
         name = "window" if method.reorders else "block_length"
         raise ValueError(
             f"{name} {block} needs a canvas of {2 * block} positions, got {longest}: lower {name}, "
             "or raise canvas_length in additional_config or max_model_len."
         )
-
-
-def check_block_length(block_length: int, canvas_length: int) -> None:
-    """Raise ValueError unless a block fits the canvas."""
-    if block_length > canvas_length:
+    if block > longest:
         raise ValueError(
-            f"block_length {shown(block_length)} is longer than the canvas of {canvas_length} "
-            "positions: lower block_length or raise canvas_length in additional_config."
+            f"block_length {shown(block)} is longer than the canvas of {longest} positions: "
+            "lower block_length or raise canvas_length in additional_config."
+        )
+    if method.inserts and block != trained:
+        raise ValueError(
+            f"block_length {block} is not the {trained} of this model, whose blocks share "
+            "experts: leave block_length out."
         )
 
 
@@ -252,8 +245,7 @@ def check_options_read(config: DecodeConfig, given: Mapping[str, Any]) -> None:
     """Refuse given options that the resolved strategy or family never reads."""
     refuse_options(Case(config, config.defaults, given))
     check_commit_alone(config)
-    check_merged_updates(config)
-    check_draft_adapter(config)
+    check_adapters(config)
     check_windows(config, given)
 
 
@@ -274,8 +266,12 @@ def check_commit_alone(config: DecodeConfig) -> None:
         )
 
 
-def check_draft_adapter(config: DecodeConfig) -> None:
-    """Refuse `draft_adapter` if nothing is drafted, and `lora_path` beside it."""
+def check_adapters(config: DecodeConfig) -> None:
+    """Refuse `draft_adapter` without drafts or beside `lora_path`, which `merged_updates` needs."""
+    if config.merged_updates and not config.lora_path:
+        raise ValueError(
+            "merged_updates has no effect without lora_path: leave it out."
+        )
     if config.draft_adapter is None:
         return
     if not (config.method.verifies and config.method.causal_commit):
@@ -287,12 +283,4 @@ def check_draft_adapter(config: DecodeConfig) -> None:
         raise ValueError(
             "draft_adapter cannot be combined with lora_path, whose adapter is merged into every "
             "row: leave one of them out."
-        )
-
-
-def check_merged_updates(config: DecodeConfig) -> None:
-    """Refuse `merged_updates` without an adapter."""
-    if config.merged_updates and not config.lora_path:
-        raise ValueError(
-            "merged_updates has no effect without lora_path: leave it out."
         )

@@ -118,14 +118,16 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Raise ValueError for what the stages of a pipeline before the last cannot follow."""
+    if config.stages == 1:
+        return
     beside = f"cannot be combined with pipeline_parallel_size {config.stages}"
-    if config.stages > 1 and config.method.floats:
+    if config.method.floats:
         raise ValueError(
             f"adaptive {config.adaptive!r} {beside}: only the last stage knows in time where a "
             "canvas starts. Leave one of them out."
         )
     worker = vllm_config.parallel_config.worker_cls
-    if config.stages > 1 and not is_ours(worker):
+    if not is_ours(worker):
         raise ValueError(
             f"worker_cls {worker} {beside}, whose stages need our model runner: leave one of "
             "them out."

@@ -117,13 +117,10 @@ def load(path: Path) -> StepTimes | None:
     """Return the stored times; None if the file is missing or holds no times."""
     try:
         content = json.loads(path.read_text())
-        times = sorted(
-            (int(positions), float(ms)) for positions, ms in content["ms"].items()
-        )
-        positions, ms = ([entry[i] for entry in times] for i in range(2))
-        found = StepTimes(
-            tuple(map(int, positions)), tuple(ms), float(content["per_key"])
-        )
+        stored = {int(number): float(ms) for number, ms in content["ms"].items()}
+        positions = tuple(sorted(stored))
+        ms = tuple(stored[number] for number in positions)
+        found = StepTimes(positions, ms, float(content["per_key"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

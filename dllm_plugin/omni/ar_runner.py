@@ -81,29 +81,24 @@ def chosen_layers(config: VllmConfig) -> list[int] | None:
     """Return the layers that the engine returns; None: the last. Raises ValueError."""
     layers = option(config, "hidden_state_layers")
     last = config.model_config.get_total_num_hidden_layers()
-    wrong = layers is not None and [n for n in range(last + 1) if n in layers] != (
-        layers or None
-    )
-    refuse(
-        f"hidden_state_layers={layers}",
-        {f"layers 0 to {last}, to be given in order": wrong},
-    )
+    wrong = layers == []
+    if layers:
+        wrong = layers != [n for n in range(last + 1) if n in layers]
+    words = f"layers 0 to {last}, to be given in order"
+    refuse(f"hidden_state_layers={layers}", {words: wrong})
     return layers
 
 
 def check_generation(config: VllmConfig) -> None:
     """Raise ValueError with one sentence for settings that do not go with hidden states."""
     model, parallel = config.model_config, config.parallel_config
-    policy = (
-        config.kv_transfer_config and config.kv_transfer_config.kv_load_failure_policy
-    )
+    transfer = config.kv_transfer_config
+    policy = transfer and transfer.kv_load_failure_policy
     layers, use = chosen_layers(config) or [], "hidden_state_args() without layers"
     kind, stages = model.runner_type, parallel.pipeline_parallel_size > 1
     relay = stages and parallel.distributed_executor_backend == "external_launcher"
-    in_place = (
-        config.device_config.device_type == "cuda"
-        and not config.compilation_config.mode
-    )
+    in_place = config.device_config.device_type == "cuda"
+    in_place = in_place and not config.compilation_config.mode
     faults = {
         "a diffusion language model": model.is_diffusion,
         f"runner={kind!r}; use 'generate', or DiffusionWorker for a tensor": kind
@@ -173,11 +168,8 @@ class _HiddenStates(Runner):
             owners.append((life, count, drafts))
             if life is not None:
                 slices.append(slice(first, first + count))
-        if (
-            not slices
-            or not (here or relay)
-            or not (everywhere or get_tp_group().is_first_rank)
-        ):
+        sends = everywhere or get_tp_group().is_first_rank
+        if not (slices and sends and (here or relay)):
             return None
         rows: Any = None
         if here and self._layers is None:
@@ -204,9 +196,8 @@ class HiddenStatesV1(_HiddenStates):
         for new in scheduler_output.scheduled_new_reqs:
             self._start(new, new.prompt_len)
         cached = scheduler_output.scheduled_cached_reqs
-        for req_id, outputs in zip(
-            cached.req_ids, cached.num_output_tokens, strict=True
-        ):
+        pairs = zip(cached.req_ids, cached.num_output_tokens, strict=True)
+        for req_id, outputs in pairs:
             if req_id in cached.resumed_req_ids:
                 request = self.requests[req_id]
                 self._start(request, request.num_prompt_tokens, outputs)

@@ -163,11 +163,10 @@ class _Diffusion(Runner):
         """Skip vLLM's warm-up of the pooler."""
 
     def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:
-        spans = pairwise(starts[: len(req_ids) + 1].tolist())
-        rows = zip(req_ids, params, spans, strict=True)
-        self.model.conditions = [
-            Condition(r, dict(p.extra_kwargs or {}), s) for r, p, s in rows
-        ]
+        spans, conditions = pairwise(starts[: len(req_ids) + 1].tolist()), []
+        for req_id, given, span in zip(req_ids, params, spans, strict=True):
+            conditions.append(Condition(req_id, dict(given.extra_kwargs or {}), span))
+        self.model.conditions = conditions
 
 
 class DiffusionV1(_Diffusion):
@@ -191,9 +190,7 @@ class DiffusionV2(_Diffusion):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # real steps only
         batch = super().prepare_inputs(*args, **kwargs)
         if self.pooling_runner is not None:
-            params = [
-                self.pooling_runner.pooling_params[i]
-                for i in batch.idx_mapping_np.tolist()
-            ]
+            known, rows = self.pooling_runner.pooling_params, batch.idx_mapping_np
+            params = [known[i] for i in rows.tolist()]
             self._expect(batch.req_ids, params, batch.query_start_loc_np)
         return batch

@@ -23,10 +23,11 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from dllm_plugin.omni import option, tensor_of
 
 # Config entries that vLLM reads of every model. A prompt is bytes, hence a vocabulary of 256.
-SETTINGS = {"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0}
-SETTINGS |= dict.fromkeys(
-    ("hidden_size", "num_attention_heads", "num_key_value_heads"), 1
-)
+SETTINGS = {
+    **{"vocab_size": 256, "max_position_embeddings": 8192, "num_hidden_layers": 0},
+    **{"hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
+    **{"head_dim": 1, "io_processor_plugin": "diffuplug_images"},
+}
 SIDE = 1024  # largest default width and height of common pipelines
 COUNT = ("an integer from 1 to 9999", lambda x: type(x) is int and 0 < x < 10_000)
 # Name -> what its value must be, and the test of the value.
@@ -57,9 +58,7 @@ class DiffusersConfigParser(ConfigParserBase):
                 f"{model} has no model_index.json, so it is no diffusers pipeline."
             )
         config = PreTrainedConfig(architectures=["DiffusersPipelineModel"])
-        config.update(
-            {**SETTINGS, "head_dim": 1, "io_processor_plugin": "diffuplug_images"}
-        )
+        config.update(SETTINGS)
         return config.to_dict(), config
 
 
@@ -86,9 +85,8 @@ def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
     for name, value in request.items():
         must, fits = RULES.get(name, ("", lambda x: True))
         if not fits(value):
-            raise VLLMValidationError(
-                f"{entry}{name} must be {must}, got {cut(value)}."
-            )
+            wrong = f"{entry}{name} must be {must}, got {cut(value)}."
+            raise VLLMValidationError(wrong)
     limit = option(config, "max_pixels", 1 << 22)
     count = request.get("num_images_per_prompt", 1)
     pixels = count * request.get("width", SIDE) * request.get("height", SIDE)

@@ -118,28 +118,28 @@ class DiffusersPipelineExecutor(Executor):
     def _load(self) -> None:
         from diffusers import DiffusionPipeline, SchedulerMixin
 
-        model, cache = self.model_config, self.load_config.download_dir
-        options: dict[str, Any] = {
-            "trust_remote_code": model.trust_remote_code,
-            "cache_dir": cache,
-        }
-        options |= {"revision": model.revision, "torch_dtype": model.dtype}
-        self.pipe = DiffusionPipeline.from_pretrained(model.model, **options).to(
-            self.device
+        model = self.model_config
+        pipe = DiffusionPipeline.from_pretrained(
+            model.model,
+            trust_remote_code=model.trust_remote_code,
+            cache_dir=self.load_config.download_dir,
+            revision=model.revision,
+            torch_dtype=model.dtype,
         )
+        self.pipe = pipe.to(self.device)
         self.pipe.set_progress_bar_config(disable=True)
         self.accepts = inspect.signature(self.pipe.__call__).parameters
-        components = vars(self.pipe).items()
-        self.schedulers = [
-            name for name, c in components if isinstance(c, SchedulerMixin)
-        ]
-        nested = any(isinstance(c, DiffusionPipeline) for _, c in components)
+        self.schedulers, nested = [], False
+        for name, component in vars(self.pipe).items():
+            if isinstance(component, SchedulerMixin):
+                self.schedulers.append(name)
+            nested = nested or isinstance(component, DiffusionPipeline)
         blind = "callback_on_step_end" not in self.accepts
-        faults = {"max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1}
-        refuse(
-            type(self.pipe).__name__,
-            faults | {"aborts, without callback_on_step_end": blind},
-        )
+        faults = {
+            "max_num_seqs > 1": nested and self.scheduler_config.max_num_seqs > 1,
+            "aborts, without callback_on_step_end": blind,
+        }
+        refuse(type(self.pipe).__name__, faults)
 
     def collective_rpc(  # type: ignore[override]
         self,
@@ -171,9 +171,8 @@ class DiffusersPipelineExecutor(Executor):
             self.requests[new.req_id] = new.prompt_token_ids, secrets.randbits(63)
         ids = list(scheduler_output.num_scheduled_tokens)
         places = {req_id: i for i, req_id in enumerate(ids)}
-        output = ModelRunnerOutput(
-            ids, places, pooler_output=[self._advance(i) for i in ids]
-        )
+        images = [self._advance(req_id) for req_id in ids]
+        output = ModelRunnerOutput(ids, places, pooler_output=images)
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(output if ids else EMPTY_MODEL_RUNNER_OUTPUT)
         return future if non_block else future.result()
@@ -188,12 +187,8 @@ class DiffusersPipelineExecutor(Executor):
         job = self.jobs[req_id]
         job.advance()
         if not job.ended:
-            logger.info(
-                "Image request %s: denoising step %s of %s.",
-                req_id,
-                job.step,
-                job.total,
-            )
+            words = "Image request %s: denoising step %s of %s."
+            logger.info(words, req_id, job.step, job.total)
             return None
         self._forget(req_id)
         if job.error:
@@ -211,27 +206,19 @@ class DiffusersPipelineExecutor(Executor):
         request = json.loads(bytes(prompt))
         check_request(request, self.vllm_config)
         seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
-        options = {
-            "generator": torch.Generator("cpu").manual_seed(seed),
-            "return_dict": False,
-        }
+        generator = torch.Generator("cpu").manual_seed(seed)
+        options = {"generator": generator, "return_dict": False}
         for name in request:
-            if (
-                name not in self.accepts
-                or name in options
-                or name.startswith("callback")
-            ):
+            ours = name in options or name.startswith("callback")
+            if ours or name not in self.accepts:
                 raise ValueError(f"{type(self.pipe).__name__} takes no {name}.")
         # Calls keep state in the pipeline and its schedulers.
         pipe = copy.copy(self.pipe)
         for name in self.schedulers:
             setattr(pipe, name, copy.deepcopy(getattr(pipe, name)))
         request["output_type"] = "pt" if kind == "pil" else kind
-        images = (
-            pipe(**request, **options, callback_on_step_end=job.after_step)[0]
-            .float()
-            .cpu()
-        )
+        options["callback_on_step_end"] = job.after_step
+        images = pipe(**request, **options)[0].float().cpu()
         if kind == "pil":
             images = (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8)
         return images.detach().contiguous()

@@ -4,7 +4,7 @@ from typing import Any
 
 from engines import EngineRoom, a_prompt, generate, params
 
-from dllm_plugin.api.counts import Counts, counts_of
+from dllm_plugin.api.watched_engine import Counts, counts_of
 
 PROMPT, LENGTH = 100, 24
 

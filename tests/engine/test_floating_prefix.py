@@ -15,7 +15,7 @@ from engines import (
 )
 from test_schedules import ENGINES, check, start
 
-from dllm_plugin.api.counts import counts_of
+from dllm_plugin.api.watched_engine import counts_of
 from dllm_plugin.config.worker_carriers import RESUMED, unpack_id
 from dllm_plugin.engine.scheduling.adaptive_scheduler import AdaptiveScheduler
 

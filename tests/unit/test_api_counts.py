@@ -10,9 +10,14 @@ import pytest
 from vllm.outputs import CompletionOutput
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from dllm_plugin.api.counts import Counts, counts_of, total
-from dllm_plugin.api.request_fields import read_fields
-from dllm_plugin.api.watched_engine import add_counts, with_counts
+from dllm_plugin.api.answers import read_fields
+from dllm_plugin.api.watched_engine import (
+    Counts,
+    add_counts,
+    counts_of,
+    total,
+    with_counts,
+)
 from dllm_plugin.commands import serve
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
 

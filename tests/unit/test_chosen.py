@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from dllm_plugin.api.answers import Asked
 from dllm_plugin.api.chosen import OF_STREAM, check, check_arguments, in_one_piece
-from dllm_plugin.api.request_fields import Asked
 from dllm_plugin.api.scorer import Refused, check_ended, forward_request
 from dllm_plugin.config.request.arguments import STATISTICS
 

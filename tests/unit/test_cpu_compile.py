@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.vllm import OptimizationLevel
 
-from dllm_plugin.config.cpu_dtype import EAGER_UP_TO, is_small
+from dllm_plugin.config.cpu_dtype import EAGER_UP_TO, choose_compilation
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,9 @@ from dllm_plugin.config.cpu_dtype import EAGER_UP_TO, is_small
     ],
 )
 def test_which_models_are_small(parameters: int | None, small: bool) -> None:
-    assert is_small(parameters) is small
+    vllm_config = VllmConfig()
+    choose_compilation(vllm_config, parameters)
+    assert (vllm_config.optimization_level == OptimizationLevel.O0) is small
 
 
 NONE, TRACED = CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE

@@ -5,8 +5,9 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Message, Receive, Send
 
-from dllm_plugin.commands.server import CUT, App, Lifecycle, Message, Receive, Send
+from dllm_plugin.commands.server import CUT, Lifecycle
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -31,7 +32,7 @@ async def whole(scope: Message, receive: Receive, send: Send) -> None:
     await send(dict(LAST))
 
 
-async def sent_by(app: App, path: str, cut_after: int) -> list[dict[str, Any]]:
+async def sent_by(app: ASGIApp, path: str, cut_after: int) -> list[dict[str, Any]]:
     """What is sent to a client if the server cuts after so many messages."""
     sent: list[dict[str, Any]] = []
     cut = asyncio.Event()

@@ -109,9 +109,8 @@ def test_a_router_may_differ_in_few_rows_of_16_bits() -> None:
 def test_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n\n two \n")
-    assert read_prompts(str(file)) == ["one", " two "] and read_prompts(None) == list(
-        PROMPTS
-    )
+    assert read_prompts(str(file)) == ["one", " two "]
+    assert len(read_prompts(PROMPTS)) == 5
     file.write_text("\n \n")
     with pytest.raises(ValueError, match="has no prompt"):
         read_prompts(str(file))

@@ -3,7 +3,12 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from vllm import LLM
+from vllm.config import ModelConfig
 
 from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
 from dllm_plugin.commands.verify import engine_side, report, second_opinion
@@ -12,41 +17,19 @@ from dllm_plugin.commands.verify.engine_side import Decode
 from dllm_plugin.commands.verify.reference import Reference, folder_of, load
 from dllm_plugin.commands.verify.report import Verdict
 from dllm_plugin.commands.verify.second_opinion import Job
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
-
-if TYPE_CHECKING:
-    import torch
-    from tqdm import tqdm
-    from vllm import LLM
-    from vllm.config import ModelConfig
 
 MAX_TOKENS = 128
 # Problems of several steps, whose answers take many forwards of any model.
-PROMPTS = (
-    "A train starts with 45 people. At the first stop 12 people get on. At the second "
-    "stop 18 people get off. At the last stop 25 people get on. How many people are on "
-    "the train now?",
-    "A school has 6 classes of 21 children, and all go on a trip. 5 children can not "
-    "come. 5 teachers come too. They go in 6 buses, the same number in each. How many "
-    "people are in each bus?",
-    "Anna has 48 pencils and Omar has 26. Omar gives all of them to Anna. The next day "
-    "Anna gets another 17 pencils. Then Anna loses 9 of the pencils. How many pencils "
-    "does Anna have now?",
-    "Sam works 8 hours for 15 dollars an hour. Leo gives Sam 32 dollars more. Sam "
-    "spends 25 dollars on food. A bike costs 206 dollars. How many more dollars does "
-    "Sam need?",
-    "Max has 7 more cookies than Maya, who has 9. Maya gives Max 30 more cookies. Then "
-    "4 children come and each child takes 6 cookies. How many cookies does Max have "
-    "now?",
-)
+PROMPTS = Path(__file__).with_name("prompts.txt")
 
 
 class EngineSide(NamedTuple):
-    """Hold everything of an engine that has ended."""
+    """Store what is left of an engine that has ended."""
 
     config: DecodeConfig
-    dtype: "torch.dtype"
+    dtype: torch.dtype
     jobs: list[Job]
     decodes: list[Decode]
     spell: report.Spell
@@ -54,10 +37,8 @@ class EngineSide(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Print a line per prompt and one JSON line; 0 when both sides agree everywhere, else 1."""
-    from tqdm import tqdm
-
     options = engine_options(args)
-    texts = read_prompts(args.prompts)[: args.limit]
+    texts = read_prompts(args.prompts or PROMPTS)[: args.limit]
     # Triton's default for float32 GEMMs is tf32, which is no rounding of float32.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     folder = folder_of(options["model"], args.trust_remote_code)
@@ -78,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
         verdicts = []
-        for number, (job, found) in enumerate(
-            zip(side.jobs, side.decodes, strict=True), 1
-        ):
+        pairs = zip(side.jobs, side.decodes, strict=True)
+        for number, (job, found) in enumerate(pairs, 1):
             verdicts.append(_compare(reference, job, found, side.dtype))
             bar.clear()
             report.print_prompt(number, verdicts[-1], side.spell)
@@ -96,10 +76,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
 
 
-def read_prompts(file: str | None) -> list[str]:
-    """Read one prompt a line; without a file, return a few of our own."""
-    if file is None:
-        return list(PROMPTS)
+def read_prompts(file: str | Path) -> list[str]:
+    """Read one prompt a line."""
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     if prompts := [line for line in lines if line.strip()]:
         return prompts
@@ -107,7 +85,7 @@ def read_prompts(file: str | None) -> list[str]:
 
 
 def _decode_by_engine(
-    options: dict[str, Any], ranks: int, texts: list[str], bar: "tqdm[Any]"
+    options: dict[str, Any], ranks: int, texts: list[str], bar: tqdm[Any]
 ) -> EngineSide:
     """Decode all prompts by an engine that has ended when this returns."""
     llm = engine_side.start(options, ranks)
@@ -115,22 +93,21 @@ def _decode_by_engine(
         model_config = llm.llm_engine.model_config
         if model_config.architecture not in FAMILIES:
             raise ValueError(f"{model_config.architecture} is not served by DiffuPlug")
-        second_opinion.check(engine_side.config_of(llm))
-        jobs, decodes = [_job(llm, text) for text in texts], []
+        config = get_decode_config(llm.llm_engine.vllm_config)
+        second_opinion.check(config)
+        jobs, decodes = [_job(llm, config, text) for text in texts], []
         for i, job in enumerate(jobs):
-            found = engine_side.decode(
-                llm, str(i), job.prompt, job.max_tokens, set(job.stop)
-            )
+            stop = set(job.stop)
+            found = engine_side.decode(llm, str(i), job.prompt, job.max_tokens, stop)
             decodes.append(found)
             bar.update()
         dtype: torch.dtype = model_config.dtype  # type: ignore[assignment]
-        config, spell = engine_side.config_of(llm), llm.get_tokenizer().decode
-        return EngineSide(config, dtype, jobs, decodes, spell)
+        return EngineSide(config, dtype, jobs, decodes, llm.get_tokenizer().decode)
     finally:
         stop_engine(llm)
 
 
-def _job(llm: "LLM", text: str) -> Job:
+def _job(llm: LLM, config: DecodeConfig, text: str) -> Job:
     tokenizer: Any = llm.get_tokenizer()
     if getattr(tokenizer, "chat_template", None) is not None:
         text = tokenizer.apply_chat_template(
@@ -139,7 +116,7 @@ def _job(llm: "LLM", text: str) -> Job:
         prompt = tokenizer.encode(text, add_special_tokens=False)
     else:
         prompt = tokenizer.encode(text)
-    model_config, config = llm.llm_engine.model_config, engine_side.config_of(llm)
+    model_config = llm.llm_engine.model_config
     room = model_config.max_model_len - len(prompt)
     if room < 1:
         raise ValueError(
@@ -152,7 +129,7 @@ def _job(llm: "LLM", text: str) -> Job:
     return Job(prompt, min(MAX_TOKENS, room), config, stops, model_config.max_model_len)
 
 
-def _ends(model_config: "ModelConfig", tokenizer: Any) -> set[int]:
+def _ends(model_config: ModelConfig, tokenizer: Any) -> set[int]:
     """Return the tokens that end an answer."""
     ends = {tokenizer.eos_token_id}
     generation = model_config.try_get_generation_config().get("eos_token_id")
@@ -161,7 +138,7 @@ def _ends(model_config: "ModelConfig", tokenizer: Any) -> set[int]:
 
 
 def _compare(
-    reference: Reference, job: Job, theirs: Decode, dtype: "torch.dtype"
+    reference: Reference, job: Job, theirs: Decode, dtype: torch.dtype
 ) -> Verdict:
     first, model = theirs.first, reference.model
     stop = min(second_opinion.first_stop(job), max(first.ids) + 1)

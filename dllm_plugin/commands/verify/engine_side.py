@@ -8,17 +8,16 @@ that runs eagerly, layer by layer.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed import tensor_model_parallel_all_gather
 
 from dllm_plugin.commands.offline import num_forwards, start_engine
-from dllm_plugin.config.decode import DecodeConfig, get_decode_config
+from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.parsing import request_arguments
-
-if TYPE_CHECKING:
-    from vllm import LLM
 
 COMPARED = 64  # most positions on each side of the prompt's end whose hidden states are compared
 SEED = 0
@@ -124,8 +123,6 @@ class VerifyWorker:
         self, model: Any, hidden: Tensor, rows: list[int]
     ) -> Iterator[tuple[int, Tensor]]:
         """Compute whole float32 logits rows, the same on every rank."""
-        from vllm.distributed import tensor_model_parallel_all_gather
-
         for start in range(0, len(rows), ROWS):
             some = rows[start : start + ROWS]
             logits = model.compute_logits(hidden[some])
@@ -147,7 +144,7 @@ def embedding_and_layers(model: Any) -> list[nn.Module]:
 EXTENSION = f"{__name__}.{VerifyWorker.__name__}"
 
 
-def call(llm: "LLM", method: str, *arguments: Any) -> Any:
+def call(llm: LLM, method: str, *arguments: Any) -> Any:
     """Call a method on all ranks; return rank 0's result."""
     return llm.collective_rpc(method, args=arguments)[0]
 
@@ -170,7 +167,7 @@ class Decode:
     first: Seen
 
 
-def start(options: dict[str, Any], tensor_parallel_size: int) -> "LLM":
+def start(options: dict[str, Any], tensor_parallel_size: int) -> LLM:
     """Start an engine whose model can be watched. Raises ValueError if it does not start."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read when the engine is built
     dllm = options["additional_config"]["dllm"] | {"commit_alone_from": 0}
@@ -190,18 +187,11 @@ def start(options: dict[str, Any], tensor_parallel_size: int) -> "LLM":
     return start_engine(options | own)
 
 
-def config_of(llm: "LLM") -> DecodeConfig:
-    """Return what the engine decodes with."""
-    return get_decode_config(llm.llm_engine.vllm_config)
-
-
 def decode(
-    llm: "LLM", name: str, prompt: list[int], max_tokens: int, stop: set[int]
+    llm: LLM, name: str, prompt: list[int], max_tokens: int, stop: set[int]
 ) -> Decode:
     """Decode one prompt greedily, step by step."""
-    from vllm import RequestOutput, SamplingParams
-
-    config, length = config_of(llm), len(prompt)
+    config, length = get_decode_config(llm.llm_engine.vllm_config), len(prompt)
     shift = int(config.family.logits_shift)
     span = range(max(length - COMPARED, 0), length + COMPARED)
     call(llm, "watch_request", span, max(length - shift, 0), config.mask_token_id)

@@ -82,13 +82,8 @@ def check_moving_tokens(case: Case) -> None:
 
 def _check_text(params: SamplingParams) -> None:
     """Refuse half a surrogate pair: vLLM sends requests to its engine as UTF-8, which has none."""
-    given = {
-        "stop": params.stop,
-        "bad_words": params.bad_words,
-        "extra_args": params.extra_args,
-    }
-    for name, value in given.items():
-        for leaf in leaves_of(value):
+    for name in ("stop", "bad_words", "extra_args"):
+        for leaf in leaves_of(getattr(params, name)):
             if isinstance(leaf, str):
                 check_characters(name, leaf)
 
@@ -132,10 +127,10 @@ def _check_beams(params: SamplingParams) -> None:
 
 def _check_limits(params: SamplingParams) -> None:
     """Refuse what one request could slow the whole batch down with."""
-    if len(params.stop_token_ids or ()) > MAX_STOP_TOKENS:
+    stops = len(params.stop_token_ids or ())
+    if stops > MAX_STOP_TOKENS:
         raise ValueError(
-            f"stop_token_ids holds {len(params.stop_token_ids or ())} ids; at most "
-            f"{MAX_STOP_TOKENS} are supported."
+            f"stop_token_ids holds {stops} ids; at most {MAX_STOP_TOKENS} are supported."
         )
     longest = max(map(len, params.bad_words or ()), default=0)
     if longest > MAX_BAD_WORD:
@@ -222,25 +217,25 @@ def check_prompt_tokens(
     structure_token_ids: Sequence[int] = (),
 ) -> None:
     """Raise VLLMValidationError for a prompt with a token that prompts must not hold."""
-    for token in structure_token_ids:
+    named = dict.fromkeys(
+        structure_token_ids,
+        "the token {}, by which this model deletes or inserts tokens while it decodes",
+    )
+    if hidden_token_id is not None:
+        named[hidden_token_id] = (
+            "the pad token (id {}), which this model's own code hides from all later blocks, "
+            "and DiffuPlug does not"
+        )
+    named[mask_token_id] = (
+        "the mask token (id {}), which marks the positions to generate"
+    )
+    for token, words in named.items():
         if token in token_ids:
+            found = words.format(token)
             raise VLLMValidationError(
-                f"The prompt contains the token {token}, by which this model deletes or inserts "
-                "tokens while it decodes: remove it from the prompt.",
+                f"The prompt contains {found}: remove it from the prompt.",
                 parameter="prompt",
             )
-    if hidden_token_id is not None and hidden_token_id in token_ids:
-        raise VLLMValidationError(
-            f"The prompt contains the pad token (id {hidden_token_id}), which this model's own "
-            "code hides from all later blocks, and DiffuPlug does not: remove it from the prompt.",
-            parameter="prompt",
-        )
-    if mask_token_id in token_ids:
-        raise VLLMValidationError(
-            f"The prompt contains the mask token (id {mask_token_id}), which marks the "
-            "positions to generate: remove it from the prompt.",
-            parameter="prompt",
-        )
 
 
 def check_given_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -377,11 +372,9 @@ def _check_room(vllm_config: VllmConfig, positions: int, copies: int) -> None:
             parameter="max_tokens",
         )
     parallel = vllm_config.parallel_config
-    engines = (
-        parallel.data_parallel_size_local
-        if parallel.local_engines_only
-        else parallel.data_parallel_size
-    )
+    engines = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        engines = parallel.data_parallel_size_local
     # One page is vLLM's own; the number is unknown until the engine is up.
     total = (cache.num_gpu_blocks or 0) // engines
     # vLLM keeps these pages free when it admits a request while others run, which is always so for

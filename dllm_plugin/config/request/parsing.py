@@ -71,6 +71,7 @@ def _parse(
     max_tokens: int | None,
     reserves: bool,
 ) -> RequestArguments:
+    """Check the given values, and put them in the place of the engine's defaults."""
     for name in sorted(given):
         if name not in ARGUMENTS:
             raise ValueError(_unknown(name))
@@ -81,7 +82,32 @@ def _parse(
             check_policy(config.method, given["policy"], config.family)
     except ValueError as error:
         raise ValueError(f"Request argument refused: {REQUEST_PREFIX}{error}") from None
-    arguments = _filled_in(config, given, max_tokens, reserves)
+    fields = dict(given)
+    if fields.get("window"):
+        fields["block_length"] = fields["window"]
+    if fields.get("policy") == "auto":
+        fields["policy"] = config.default_policy
+    for name in ("targets", "schedule"):
+        if name in fields:
+            fields[name] = tuple(fields[name])
+    template = _template(config, fields, max_tokens, reserves)
+    if template is not None:
+        fields["template"] = template
+    if "template" in fields:
+        # The engine's window would hide what stands after the last gap.
+        fields["suffix_window"] = None
+    if "block_length" not in fields and (config.whole_canvas or "template" in fields):
+        most = config.canvas_length
+        fields["block_length"] = min(max_tokens or most, most)
+    arguments = dataclasses.replace(config.defaults, **fields)
+    steps = given.get("steps", config.steps)
+    if steps is None:
+        policy = config.method.policies[arguments.policy]
+        steps = policy.default("steps", arguments.block_length)
+    blocks = arguments.max_active_blocks
+    if "max_active_blocks" not in config.method.options_read(arguments.policy):
+        blocks = 1
+    arguments = dataclasses.replace(arguments, steps=steps, max_active_blocks=blocks)
     if given:
         refuse_arguments(Case(config, arguments, given))
     return arguments
@@ -121,38 +147,3 @@ def _template(
     if not 1 < length <= config.canvas_length:
         return None
     return Template((FILL,) * (length - 1) + (last,), ends_given=True)
-
-
-def _filled_in(
-    config: DecodeConfig,
-    given: Mapping[str, Any],
-    max_tokens: int | None,
-    reserves: bool,
-) -> RequestArguments:
-    """Return the engine's defaults with the given values in their place."""
-    fields = dict(given)
-    if fields.get("window"):
-        fields["block_length"] = fields["window"]
-    if fields.get("policy") == "auto":
-        fields["policy"] = config.default_policy
-    for name in ("targets", "schedule"):
-        if name in fields:
-            fields[name] = tuple(fields[name])
-    template = _template(config, fields, max_tokens, reserves)
-    if template is not None:
-        fields["template"] = template
-    if "template" in fields:
-        # The engine's window would hide what stands after the last gap.
-        fields["suffix_window"] = None
-    if "block_length" not in fields and (config.whole_canvas or "template" in fields):
-        most = config.canvas_length
-        fields["block_length"] = min(max_tokens or most, most)
-    arguments = dataclasses.replace(config.defaults, **fields)
-    steps = given.get("steps", config.steps)
-    if steps is None:
-        policy = config.method.policies[arguments.policy]
-        steps = policy.default("steps", arguments.block_length)
-    blocks = arguments.max_active_blocks
-    if "max_active_blocks" not in config.method.options_read(arguments.policy):
-        blocks = 1
-    return dataclasses.replace(arguments, steps=steps, max_active_blocks=blocks)

@@ -107,28 +107,20 @@ def no_automaton(
         return refusal
     if "editing_threshold" in config.method.policies[asked.policy].reads:
         return f"policy {asked.policy!r} replaces decided tokens: choose another one"
-    return _filters(params) or _own_filters(asked)
+    return _filters(params, asked)
 
 
-def _filters(params: SamplingParams) -> str:
-    """Return which of vLLM's filters is set, which an automaton cannot apply."""
-    if not params.temperature:
-        return ""
+def _filters(params: SamplingParams, asked: RequestArguments) -> str:
+    """Return which of vLLM's filters or of our arguments an automaton cannot apply."""
     filters = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+    words = "single tokens, not texts: leave"
     for name, off in filters.items():
         value = getattr(params, name)
-        if value not in off:
-            return (
-                f"{name} {shown(value)} filters single tokens, not texts: leave it out"
-            )
-    return ""
-
-
-def _own_filters(asked: RequestArguments) -> str:
-    """Return which of our arguments is set that an automaton cannot apply."""
-    if asked.top_p != 1.0 or asked.top_k != 0:
-        name = "dllm_top_k" if asked.top_p == 1.0 else "dllm_top_p"
-        return f"top_p and top_k filter single tokens, not texts: leave {name} out"
+        if params.temperature and value not in off:
+            return f"{name} {shown(value)} filters {words} it out"
+    for name in ("top_p", "top_k"):
+        if getattr(asked, name) not in filters[name]:
+            return f"top_p and top_k filter {words} dllm_{name} out"
     for name in ("logits_eos_inf", "confidence_eos_eot_inf"):
         if getattr(asked, name):
             return f"dllm_{name} bans the end of a text: leave it out"
