@@ -1,8 +1,8 @@
 """Declare every ``dllm_*`` argument of a request.
 
 An argument is one field of :class:`RequestArguments`. Its limits, its sentence in docs/options.md
-and what else is known of it stand in the field's metadata; what it cannot be combined with is a
-row of :mod:`dllm_plugin.config.request.exclusions`. A number that the engine may have as an option
+and what else is known of it stand in the field's metadata; what excludes it stands in
+:mod:`dllm_plugin.config.request.exclusions`. A number that the engine may have as an option
 too is a field of :class:`dllm_plugin.config.options.Numbers`, which is inherited.
 """
 

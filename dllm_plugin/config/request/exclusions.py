@@ -1,10 +1,10 @@
 """Refuse what the engine, another argument or a parameter of vLLM's excludes.
 
-All reasons are rows of one table, in three parts by when they are checked.
+Every function yields its reasons in the order in which they are checked; the first is raised.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import chain
 
 from dllm_plugin.config.decode import Case
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
@@ -26,372 +26,255 @@ from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
 OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
+BESIDE_TARGETS = (
+    *("n", "stop", "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids"),
+    *("logit_bias", *PENALTIES),
+)
 
 
-class Exclusion(NamedTuple):
-    """Refuse arguments, options or parameters of vLLM's together with something else.
+def _without_effect(case: Case) -> Iterator[str]:
+    """Yield why the engine, the strategy or the policy reads no such argument."""
+    config, asked, given = case.config, case.asked, case.given
+    if asked.block_length > config.longest_block:
+        name = "window" if "window" in given else "block_length"
+        value = shown(given.get(name, asked.block_length))
+        yield (
+            f"dllm_{name} {value} is longer than the canvas of {config.longest_block} positions: "
+            f"lower dllm_{name} or raise canvas_length in additional_config."
+        )
+    blocks = given.get("max_active_blocks", 1)
+    if blocks > config.max_active_blocks:
+        yield (
+            f"dllm_max_active_blocks {shown(blocks)} exceeds the engine's "
+            f"{config.max_active_blocks}: raise max_active_blocks in additional_config."
+        )
+    if "schedule" in given and not config.method.floats:
+        yield (
+            "dllm_schedule has no effect with adaptive 'off': leave it out, or start with adaptive "
+            "'throughput' or 'balanced', which d2f and block_diffusion have."
+        )
+    for name in ("template", "targets"):
+        if name in given and (why := no_template(config, f"dllm_{name}")):
+            yield why
+    for name in ARGUMENTS:
+        if name in given and not _is_read(case, name):
+            yield (
+                f"dllm_{name} has no effect with strategy {config.strategy!r} and policy "
+                f"{asked.policy!r} on {config.architecture}: remove it or choose another policy."
+            )
+    if config.method.floats and asked.block_length != config.block_length:
+        yield (
+            f"dllm_block_length has no effect with adaptive {config.adaptive!r}, whose windows "
+            "dllm_schedule sets: remove it."
+        )
 
-    names     of what is refused, separated by blanks
-    meets     returns a true value if a request has both; a text is `{why}` in the sentence
-    sentence  of the refusal; :func:`_sentence` lists what stands in braces
-    """
 
-    names: str
-    meets: Callable[[Case, str], object]
-    sentence: str
-
-
-def _without_effect(case: Case, name: str) -> bool:
-    """Return whether an argument is given that strategy and policy do not read."""
-    known = ARGUMENTS[name]
-    if name not in case.given or case.given[name] in known.off:
-        return False
-    method = case.config.method
+def _is_read(case: Case, name: str) -> bool:
+    """Return whether strategy and policy read a given argument, or it is off."""
+    known, method = ARGUMENTS[name], case.config.method
+    if case.given[name] in known.off:
+        return True
     if name in REQUEST_FIELDS:
-        return name not in method.options_read(case.asked.policy)
-    return bool(known.needs) and not getattr(method, known.needs)
+        return name in method.options_read(case.asked.policy)
+    return not known.needs or bool(getattr(method, known.needs))
 
 
-def _wrong_width(case: Case, name: str) -> str:
-    """Return the first width of a schedule that no canvas has, and its place."""
-    for place, width in enumerate(case.given.get(name, ())):
-        if type(width) is not int or not 1 <= width <= case.config.canvas_length:
-            return f"{shown(width)} at place {place}"
-    return ""
+def _with_gaps(case: Case) -> Iterator[str]:
+    """Yield why a schedule, a template or its targets are refused."""
+    config, asked, given = case.config, case.asked, case.given
+    for place, width in enumerate(given.get("schedule", ())):
+        if type(width) is not int or not 1 <= width <= config.canvas_length:
+            yield (
+                f"dllm_schedule must hold whole numbers between 1 and canvas_length "
+                f"{config.canvas_length}, got {shown(width)} at place {place}."
+            )
+    template, targets = given.get("template", (FILL,)), given.get("targets", ())
+    mask = f"the mask token (id {config.mask_token_id})"
+    if "template" in given and (why := too_long(config, end_of_gaps(template))):
+        yield why
+    if FILL not in template:
+        yield "dllm_template holds no position to fill (-1)."
+    if config.mask_token_id in template:
+        yield f"dllm_template holds {mask}: write -1 for a position to fill."
+    if "targets" in given and "template" not in given:
+        yield "dllm_targets needs dllm_template, whose positions to fill (-1) they are for."
+    if "targets" in given and len(targets) != template.count(FILL):
+        yield (
+            f"dllm_targets holds {len(targets)} tokens, but dllm_template has "
+            f"{template.count(FILL)} positions to fill (-1): they must be as many."
+        )
+    if config.mask_token_id in targets:
+        yield f"dllm_targets holds {mask}, which no position takes."
+    if asked.template and asked.cfg_scale > 0:
+        yield "dllm_cfg_scale cannot be combined with dllm_template."
+    if asked.template and given.get("suffix_window") is not None:
+        yield "dllm_suffix_window cannot be combined with dllm_template, which is seen whole."
+    for name in REQUEST_FIELDS:
+        if asked.targets and name in given:
+            yield (
+                f"'dllm_{name}' has no effect with dllm_targets, which one forward takes: leave "
+                "it out."
+            )
 
 
-def _wrong_count(case: Case, name: str) -> str:
-    """Return how many targets and positions to fill a request has; empty if as many."""
-    if name not in case.given:
-        return ""
-    count, wanted = len(case.given[name]), case.given["template"].count(FILL)
-    if count == wanted:
-        return ""
-    return f"{count} tokens, but dllm_template has {wanted} positions to fill (-1)"
+def _with_others(case: Case) -> Iterator[str]:
+    """Yield why an argument is refused beside another argument or an option."""
+    config, asked, given = case.config, case.asked, case.given
+    for name in ("steps", "max_post_steps"):
+        if why := too_many_forwards(case, name):
+            yield (
+                f"dllm_{name} {shown(given[name])} exceeds {why}: lower {name} or raise it in "
+                "additional_config."
+            )
+    if given.get("refresh_before") is not None and asked.full_refresh_every == 1:
+        yield (
+            "dllm_refresh_before has no effect with full_refresh_every 1: remove it or raise "
+            "full_refresh_every."
+        )
+    if asked.has_half_a_budget:
+        yield "max_thinking_tokens and end_think_token_id need each other: give both or none."
+    if config.method.causal and asked.early_text:
+        yield f"dllm_early_text is not supported on {config.architecture}: leave it out."
+    if asked.trace and config.no_traces:
+        yield f"dllm_trace {config.no_traces}."
+    if asked.early_text and case.edits:
+        yield (
+            f"dllm_early_text cannot be combined with policy {asked.policy}, which may still "
+            "replace tokens of an open block."
+        )
 
 
-def _holds_mask(case: Case, name: str) -> bool:
-    return case.config.mask_token_id in case.given.get(name, ())
+def _with_options(case: Case, prefix: str) -> Iterator[str]:
+    """Yield why an option of the engine, or the argument with a prefix, is refused."""
+    config, asked, given = case.config, case.asked, case.given
+    for name in ("cfg_scale", "use_block_cache", "early_text"):
+        if why := beside_stages(case, name):
+            yield f"{prefix}{name} {why}."
+    if 0 < (given.get("steps") or 0) < config.method.least_steps:
+        yield (
+            f"{prefix}steps must be at least {config.method.least_steps}, got {given['steps']}: "
+            "the first step of a block decides one position."
+        )
+    for name in OF_SEVERAL_BLOCKS:
+        one = config.method.next_block and asked.max_active_blocks == 1
+        if one and name in given:
+            yield (
+                f"{prefix}{name} has no effect with max_active_blocks 1: remove it or raise "
+                "max_active_blocks."
+            )
+    if asked.use_block_cache and not config.dedicated_commit:
+        yield (
+            f"{prefix}use_block_cache needs max_active_blocks 1, got {config.max_active_blocks}: "
+            "the cache of a block is that of one block at a time."
+        )
+    if asked.use_block_cache and config.kv_cache_layout == "distinct":
+        yield (
+            f"{prefix}use_block_cache needs kv_cache_layout 'unified': the attention of 'distinct' "
+            "reads the canvas's keys from the same forward, not from the cache."
+        )
+    if config.family.logits_shift and asked.refresh_before == 0:
+        yield (
+            f"{prefix}refresh_before must be at least 1 on {config.architecture}, got 0: the row "
+            "of the position before a block predicts its first token."
+        )
 
 
-def _several_gaps(case: Case, name: str) -> int:
-    """Return the gaps of a template with several gaps if a parameter is set; else 0."""
-    template = case.asked.template
-    if template is None or len(template.gaps) == 1 or not case.is_set(name):
-        return 0
-    return len(template.gaps)
+def _with_parameters(case: Case) -> Iterator[str]:
+    """Yield why an argument and a parameter of vLLM's are refused together."""
+    config, asked, given, params = case.config, case.asked, case.given, case.params
+    for name in ("top_p", "top_k"):
+        if name in given and params.temperature > 0:
+            yield (
+                f"dllm_{name} filters greedy requests: with temperature {params.temperature} use "
+                f"{name}."
+            )
+    if "entropy_temperature" in given and params.temperature > 0:
+        yield (
+            f"dllm_entropy_temperature is for greedy requests: with temperature "
+            f"{params.temperature} the entropies are read at that, so leave it out."
+        )
+    if config.reserved and "template" not in given and params.max_tokens == 1:
+        yield "max_tokens must be at least 2 with this model, whose last position is reserved."
+    template, stops = asked.template, params.stop_token_ids or ()
+    if template and template.end != params.max_tokens:
+        yield (
+            f"max_tokens is {shown(params.max_tokens)}, but the last gap of dllm_template ends at "
+            f"{template.end}: they must be equal."
+        )
+    for name in ("stop", "stop_token_ids"):
+        if template and len(template.gaps) > 1 and case.is_set(name):
+            yield f"{name} needs a single gap, got {len(template.gaps)}."
+    if template and stops and len(template.ends(stops)) < len(stops):
+        yield (
+            "dllm_template gives a token of stop_token_ids in front of its gap: put it into the "
+            "prompt, or leave it out of stop_token_ids."
+        )
+    if asked.targets and params.logprobs is None:
+        yield "dllm_targets needs logprobs: the answer says nothing else."
+    if asked.targets and not params.ignore_eos:
+        yield "dllm_targets needs ignore_eos: a target may be what ends a text."
+    for name in BESIDE_TARGETS:
+        if asked.targets and case.is_set(name):
+            yield f"{name} cannot be combined with dllm_targets: leave it out."
 
 
-def _stops_before_gap(case: Case, name: str) -> bool:
-    template, params = case.asked.template, case.params
-    if template is None or not params.stop_token_ids:
-        return False
-    return len(template.ends(params.stop_token_ids)) < len(params.stop_token_ids)
-
-
-WITH_ARGUMENTS = (
-    Exclusion(
-        "window block_length",
-        lambda c, name: (
-            name in (*c.given, "block_length")
-            and c.asked.block_length > c.config.longest_block
-        ),
-        "{name} {value} is longer than the canvas of {config.longest_block} positions: lower "
-        "{name} or raise canvas_length in additional_config.",
-    ),
-    Exclusion(
-        "max_active_blocks",
-        lambda c, name: c.given.get(name, 1) > c.config.max_active_blocks,
-        "{name} {value} exceeds the engine's {config.max_active_blocks}: raise "
-        "max_active_blocks in additional_config.",
-    ),
-    Exclusion(
-        "schedule",
-        lambda c, name: name in c.given and not c.config.method.floats,
-        "{name} has no effect with adaptive 'off': leave it out, or start with adaptive "
-        "'throughput' or 'balanced', which d2f and block_diffusion have.",
-    ),
-    Exclusion(
-        "template targets",
-        lambda c, name: name in c.given and no_template(c.config, f"dllm_{name}"),
-        "{why}",
-    ),
-    Exclusion(
-        " ".join(ARGUMENTS),
-        _without_effect,
-        "{name} has no effect with strategy {config.strategy!r} and policy {asked.policy!r} on "
-        "{config.architecture}: remove it or choose another policy.",
-    ),
-    Exclusion(
-        "block_length",
-        lambda c, name: (
-            c.config.method.floats
-            and c.asked.block_length != c.config.defaults.block_length
-        ),
-        "{name} has no effect with adaptive {config.adaptive!r}, whose windows dllm_schedule "
-        "sets: remove it.",
-    ),
-    Exclusion(
-        "schedule",
-        _wrong_width,
-        "{name} must hold whole numbers between 1 and canvas_length {config.canvas_length}, got "
-        "{why}.",
-    ),
-    Exclusion(
-        "template",
-        lambda c, name: too_long(c.config, end_of_gaps(c.given.get(name, ()))),
-        "{why}",
-    ),
-    Exclusion(
-        "template",
-        lambda c, name: FILL not in c.given.get(name, (FILL,)),
-        "{name} holds no position to fill (-1).",
-    ),
-    Exclusion(
-        "template",
-        _holds_mask,
-        "{name} holds the mask token (id {config.mask_token_id}): write -1 for a position to "
-        "fill.",
-    ),
-    Exclusion(
-        "targets",
-        lambda c, name: name in c.given and "template" not in c.given,
-        "{name} needs dllm_template, whose positions to fill (-1) they are for.",
-    ),
-    Exclusion("targets", _wrong_count, "{name} holds {why}: they must be as many."),
-    Exclusion(
-        "targets",
-        _holds_mask,
-        "{name} holds the mask token (id {config.mask_token_id}), which no position takes.",
-    ),
-    Exclusion(
-        "cfg_scale",
-        lambda c, name: c.asked.template and c.asked.cfg_scale > 0,
-        "{name} cannot be combined with dllm_template.",
-    ),
-    Exclusion(
-        "suffix_window",
-        lambda c, name: c.asked.template and c.given.get(name) is not None,
-        "{name} cannot be combined with dllm_template, which is seen whole.",
-    ),
-    Exclusion(
-        " ".join(REQUEST_FIELDS),
-        lambda c, name: c.asked.targets and name in c.given,
-        "'{name}' has no effect with dllm_targets, which one forward takes: leave it out.",
-    ),
-    Exclusion(
-        "steps max_post_steps",
-        too_many_forwards,
-        "{name} {value} exceeds {why}: lower {option} or raise it in additional_config.",
-    ),
-    Exclusion(
-        "refresh_before",
-        lambda c, name: (
-            c.given.get(name) is not None and c.asked.full_refresh_every == 1
-        ),
-        "{name} has no effect with full_refresh_every 1: remove it or raise full_refresh_every.",
-    ),
-    Exclusion(
-        "max_thinking_tokens end_think_token_id",
-        lambda c, name: c.asked.has_half_a_budget,
-        "max_thinking_tokens and end_think_token_id need each other: give both or none.",
-    ),
-    Exclusion(
-        "early_text",
-        lambda c, name: c.config.method.causal and c.asked.early_text,
-        "{name} is not supported on {config.architecture}: leave it out.",
-    ),
-    Exclusion(
-        "trace", lambda c, name: c.asked.trace and c.config.no_traces, "{name} {why}."
-    ),
-    Exclusion(
-        "early_text",
-        lambda c, name: c.asked.early_text and c.edits,
-        "{name} cannot be combined with policy {asked.policy}, which may still replace tokens "
-        "of an open block.",
-    ),
-)
-WITH_OPTIONS = (
-    Exclusion("cfg_scale use_block_cache early_text", beside_stages, "{name} {why}."),
-    Exclusion(
-        "steps",
-        lambda c, name: 0 < (c.given.get(name) or 0) < c.config.method.least_steps,
-        "{name} must be at least {config.method.least_steps}, got {value}: the first step of a "
-        "block decides one position.",
-    ),
-    Exclusion(
-        " ".join(OF_SEVERAL_BLOCKS),
-        lambda c, name: (
-            name in c.given
-            and c.config.method.next_block
-            and c.asked.max_active_blocks == 1
-        ),
-        "{name} has no effect with max_active_blocks 1: remove it or raise max_active_blocks.",
-    ),
-    Exclusion(
-        "use_block_cache",
-        lambda c, name: c.asked.use_block_cache and not c.config.dedicated_commit,
-        "{name} needs max_active_blocks 1, got {config.max_active_blocks}: the cache of a block "
-        "is that of one block at a time.",
-    ),
-    Exclusion(
-        "use_block_cache",
-        lambda c, name: (
-            c.asked.use_block_cache and c.config.kv_cache_layout == "distinct"
-        ),
-        "{name} needs kv_cache_layout 'unified': the attention of 'distinct' reads the canvas's "
-        "keys from the same forward, not from the cache.",
-    ),
-    Exclusion(
-        "refresh_before",
-        lambda c, name: c.config.family.logits_shift and c.asked.refresh_before == 0,
-        "{name} must be at least 1 on {config.architecture}, got 0: the row of the position "
-        "before a block predicts its first token.",
-    ),
-)
-WITH_PARAMETERS = (
-    Exclusion(
-        "top_p top_k",
-        lambda c, name: name in c.given and c.params.temperature > 0,
-        "{name} filters greedy requests: with temperature {params.temperature} use "
-        "{option}.",
-    ),
-    Exclusion(
-        "entropy_temperature",
-        lambda c, name: name in c.given and c.params.temperature > 0,
-        "{name} is for greedy requests: with temperature {params.temperature} the entropies "
-        "are read at that, so leave it out.",
-    ),
-    Exclusion(
-        "max_tokens",
-        lambda c, name: (
-            c.config.reserved and "template" not in c.given and c.params.max_tokens == 1
-        ),
-        "{name} must be at least 2 with this model, whose last position is reserved.",
-    ),
-    Exclusion(
-        "max_tokens",
-        lambda c, name: (
-            c.asked.template and c.asked.template.end != c.params.max_tokens
-        ),
-        "{name} is {value}, but the last gap of dllm_template ends at {asked.template.end}: they "
-        "must be equal.",
-    ),
-    Exclusion(
-        "stop stop_token_ids", _several_gaps, "{name} needs a single gap, got {why}."
-    ),
-    Exclusion(
-        "template",
-        _stops_before_gap,
-        "{name} gives a token of stop_token_ids in front of its gap: put it into the prompt, or "
-        "leave it out of stop_token_ids.",
-    ),
-    Exclusion(
-        "targets",
-        lambda c, name: c.asked.targets and c.params.logprobs is None,
-        "{name} needs logprobs: the answer says nothing else.",
-    ),
-    Exclusion(
-        "targets",
-        lambda c, name: c.asked.targets and not c.params.ignore_eos,
-        "{name} needs ignore_eos: a target may be what ends a text.",
-    ),
-    Exclusion(
-        "n stop stop_token_ids min_tokens bad_words allowed_token_ids logit_bias "
-        + " ".join(PENALTIES),
-        lambda c, name: c.asked.targets and c.is_set(name),
-        "{name} cannot be combined with dllm_targets: leave it out.",
-    ),
-    Exclusion(
-        "structured_outputs",
-        lambda c, name: c.has_grammar and c.config.no_grammars,
-        "{name} {why}.",
-    ),
-    Exclusion(
-        "add_eos_at_end",
-        lambda c, name: c.has_grammar and c.asked.add_eos_at_end,
-        "{name} has no effect with structured_outputs, which reserves no position: leave it out.",
-    ),
-    Exclusion(
-        "structured_outputs",
-        lambda c, name: c.has_grammar and c.asked.template,
-        "{name} cannot be combined with dllm_template.",
-    ),
-    Exclusion(
-        "max_thinking_tokens end_think_token_id",
-        lambda c, name: c.has_grammar and getattr(c.asked, name) is not None,
-        "{name} can contradict the grammar of structured_outputs: leave {name} out.",
-    ),
-    Exclusion(
-        "min_tokens ignore_eos bad_words allowed_token_ids",
-        lambda c, name: c.has_grammar and c.is_set(name),
-        "{name} {value} can contradict the grammar of structured_outputs: leave {name} out.",
-    ),
-    Exclusion(
-        "early_text",
-        lambda c, name: c.has_grammar and c.asked.early_text,
-        "{name} sends tokens before the grammar of structured_outputs has checked them: leave "
-        "{name} out.",
-    ),
-    Exclusion(
-        "use_block_cache",
-        lambda c, name: c.has_grammar and c.asked.use_block_cache,
-        "{name} keeps the KV of drafts that the grammar of structured_outputs may refuse: turn "
-        "use_block_cache off.",
-    ),
-    Exclusion(
-        "grammar",
-        lambda c, name: name in c.given and not c.has_grammar,
-        "{name} has no effect without structured_outputs: leave it out.",
-    ),
-    Exclusion(
-        "grammar",
-        lambda c, name: (
-            c.asked.grammar == AUTOMATON and no_automaton(c.params, c.asked, c.config)
-        ),
-        "{name} 'automaton' cannot be honoured: {why}.",
-    ),
-)
+def _with_grammar(case: Case) -> Iterator[str]:
+    """Yield why a request with structured output is refused."""
+    asked, words = case.asked, "can contradict the grammar of structured_outputs: leave"
+    if case.config.no_grammars:
+        yield f"structured_outputs {case.config.no_grammars}."
+    if asked.add_eos_at_end:
+        yield (
+            "dllm_add_eos_at_end has no effect with structured_outputs, which reserves no "
+            "position: leave it out."
+        )
+    if asked.template:
+        yield "structured_outputs cannot be combined with dllm_template."
+    for name in ("max_thinking_tokens", "end_think_token_id"):
+        if getattr(asked, name) is not None:
+            yield f"dllm_{name} {words} dllm_{name} out."
+    for name in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
+        if case.is_set(name):
+            yield f"{name} {shown(getattr(case.params, name))} {words} {name} out."
+    if asked.early_text:
+        yield (
+            "dllm_early_text sends tokens before the grammar of structured_outputs has checked "
+            "them: leave dllm_early_text out."
+        )
+    if asked.use_block_cache:
+        yield (
+            "dllm_use_block_cache keeps the KV of drafts that the grammar of structured_outputs "
+            "may refuse: turn use_block_cache off."
+        )
+    if asked.grammar == AUTOMATON:
+        why = no_automaton(case.params, asked, case.config)
+        if why:
+            yield f"dllm_grammar 'automaton' cannot be honoured: {why}."
 
 
 def refuse_options(case: Case) -> None:
     """Raise ValueError naming the first of the engine's options that is excluded."""
     refuse_unread(case.given, case.config.method, case.config.architecture)
-    _refuse(case, WITH_OPTIONS, "")
+    for sentence in _with_options(case, ""):
+        raise ValueError(sentence)
 
 
 def refuse_arguments(case: Case) -> None:
     """Raise ValueError naming the first argument that is excluded before admission."""
-    _refuse(case, WITH_ARGUMENTS + WITH_OPTIONS, REQUEST_PREFIX)
+    alone = chain(_without_effect(case), _with_gaps(case), _with_others(case))
+    for sentence in chain(alone, _with_options(case, REQUEST_PREFIX)):
+        raise ValueError(f"Request argument refused: {sentence}")
 
 
 def refuse_parameters(case: Case) -> None:
     """Raise ValueError naming the first argument or parameter that is excluded at admission."""
-    _refuse(case, WITH_PARAMETERS, REQUEST_PREFIX)
-
-
-def _refuse(case: Case, rows: tuple[Exclusion, ...], prefix: str) -> None:
-    for row in rows:
-        for name in row.names.split():
-            if why := row.meets(case, name):
-                raise ValueError(_sentence(case, row, name, prefix, why))
-
-
-def _sentence(case: Case, row: Exclusion, name: str, prefix: str, why: object) -> str:
-    is_argument = name in ARGUMENTS
-    if is_argument:
-        value = case.given.get(name, getattr(case.asked, name))
-    else:
-        value = getattr(case.params, name)
-    sentence = row.sentence.format(
-        name=prefix + name if is_argument else name,
-        option=name,
-        value=shown(value),
-        why=why,
-        config=case.config,
-        asked=case.asked,
-        params=case.params,
-    )
-    if prefix and is_argument:
-        return f"Request argument refused: {sentence}"
-    return sentence
+    found = _with_parameters(case)
+    if case.has_grammar:
+        found = chain(found, _with_grammar(case))
+    elif "grammar" in case.given:
+        useless = "dllm_grammar has no effect without structured_outputs: leave it out."
+        found = chain(found, [useless])
+    for sentence in found:
+        if sentence.startswith(REQUEST_PREFIX):
+            sentence = f"Request argument refused: {sentence}"
+        raise ValueError(sentence)
