@@ -7,7 +7,7 @@ letters: S samples, L tokens of the text.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm.utils import random_uuid
 
 from dllm_plugin.api.answers import as_response, endpoints, not_ours
 from dllm_plugin.api.scorer import Refused, Scorer, together
-from dllm_plugin.api.watched_engine import Counts, total
+from dllm_plugin.api.watched_engine import total
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
@@ -255,51 +255,41 @@ async def create_likelihood(
         for text in texts:
             check_length(ours.config, len(text.continuation))
         samples = plan(request, texts)
-        forwards, decodes = [], []
+        calls = []
         for text, of_text in zip(texts, samples, strict=True):
-            for one in of_text:
-                scoring = Scoring(text.continuation, one.masked)
-                forwards.append(scorer.logprobs(text.context, scoring))
-            if request.greedy:
-                decodes.append(scorer.is_greedy(*text))
-        scored, greedy = await together((together(forwards), together(decodes)))
+            calls.append(_result(request, scorer, text, of_text))
+        results = await together(calls)
     except ValueError as error:
         return as_response(scorer.handler.create_error_response(error), raw_request)
     except Refused as error:
         return as_response(error.reply, raw_request)
-    return JSONResponse(
-        reply_to(request, texts, samples, scored, greedy, scorer.engine.counts)
-    )
-
-
-def reply_to(
-    request: LikelihoodRequest,
-    texts: list[Text],
-    samples: list[list[Sample]],
-    scored: list[list[float]],
-    greedy: list[bool],
-    counts_of_forwards: dict[int, Counts],
-) -> dict[str, Any]:
-    """Return the reply of a call from the results of all its forwards."""
-    results, rest = [], iter(scored)
-    for place, (text, of_text) in enumerate(zip(texts, samples, strict=True)):
-        found = estimate(request.method, of_text, [next(rest) for _ in of_text])
-        of_result = found._asdict()
-        of_result |= {"tokens": len(text.continuation), "samples": len(of_text)}
-        of_result["greedy"] = greedy[place] if request.greedy else None
-        results.append(of_result)
     num_tokens = sum(len(text.context) + len(text.continuation) for text in texts)
-    took = total(list(counts_of_forwards.values()))
+    took = total(list(scorer.engine.counts.values()))
     counts = {"forwards": took.forwards, "computed_positions": took.computed_positions}
-    return {
+    usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
+    reply = {
         "id": f"likelihood-{random_uuid()}",
         "object": "likelihood",
         "model": request.model,
         "results": results,
-        "usage": {
-            "prompt_tokens": num_tokens,
-            "completion_tokens": 0,
-            "total_tokens": num_tokens,
-        },
+        "usage": usage | {"total_tokens": num_tokens},
         "metrics": {"diffusion": counts},
     }
+    return JSONResponse(reply)
+
+
+async def _result(
+    request: LikelihoodRequest, scorer: Scorer, text: Text, samples: list[Sample]
+) -> dict[str, Any]:
+    """Return the result of one text, from all its forwards."""
+    calls: list[Awaitable[Any]] = []
+    for one in samples:
+        scoring = Scoring(text.continuation, one.masked)
+        calls.append(scorer.logprobs(text.context, scoring))
+    if request.greedy:
+        calls.append(scorer.is_greedy(*text))
+    scored = await together(calls)
+    greedy = scored.pop() if request.greedy else None
+    result = estimate(request.method, samples, scored)._asdict()
+    counts = {"tokens": len(text.continuation), "samples": len(samples)}
+    return result | counts | {"greedy": greedy}

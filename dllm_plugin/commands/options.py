@@ -84,7 +84,10 @@ def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
             kind["metavar"] = "X"
         else:  # the check refuses wrong values
             kind |= {"metavar": "X", "type": json_or_text}
-        parser.add_argument(flag_of(name), default=None, help=_help(name), **kind)
+        # Without loading the table of methods.
+        values = ", ".join(NAMES[name]) if name in NAMES else check.limits()
+        words = f"{OPTIONS[name].doc.rstrip('.')} ({values})".replace("`", "")
+        parser.add_argument(flag_of(name), default=None, help=words, **kind)
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -122,13 +125,6 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _help(name: str) -> str:
-    """Return what an option does, and its values, without loading the table of methods."""
-    known = OPTIONS[name]
-    values = ", ".join(NAMES[name]) if name in NAMES else known.check.limits()
-    return f"{known.doc.rstrip('.')} ({values})".replace("`", "")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -50,20 +50,15 @@ class Screen:
         self.err = err
         self._console = Console(file=err, highlight=False)
         self.is_terminal = self._console.is_terminal
-        self._start = time.monotonic()
-        self._phase: tuple[str, float] | None = None
+        self._start = self._since = time.monotonic()
         self._spinner: Status | None = None
         self._lock = threading.RLock()
         self._leave = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
         self.phase(FIRST)
-        if self.log is not None:
-            self._watcher = threading.Thread(
-                target=self._watch, args=(self.log,), daemon=True
-            )
-            self._watcher.start()
+        self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,8 +68,8 @@ class Screen:
         """Begin a phase; the one before is over."""
         with self._lock:
             self._finish()
-            self._phase = (text, time.monotonic())
             if self.is_terminal:
+                self._since = time.monotonic()
                 self._spinner = self._console.status(text, spinner="line")
                 self._spinner.start()
             else:
@@ -83,8 +78,7 @@ class Screen:
     def end(self, text: str | None = None) -> None:
         """End the last phase, with a line that says so; the log is not read any further."""
         self._leave.set()
-        if self._watcher is not None:
-            self._watcher.join()
+        self._watcher.join()
         with self._lock:
             self._finish()
             if text is not None:
@@ -99,16 +93,16 @@ class Screen:
         self.note(f"[{time.monotonic() - since:3.0f} s] {text}")
 
     def _finish(self) -> None:
-        if self._spinner is not None and self._phase is not None:
+        if self._spinner is not None:
             self._spinner.stop()
+            self._line(str(self._spinner.status), self._since)
             self._spinner = None
-            text, since = self._phase
-            self._line(text, since)
-        self._phase = None
 
-    def _watch(self, log: Path) -> None:
+    def _watch(self) -> None:
+        if self.log is None:
+            return
         waiting, text = dict(MARKERS), ""
-        with log.open(encoding="utf-8", errors="replace") as lines:
+        with self.log.open(encoding="utf-8", errors="replace") as lines:
             while not self._leave.wait(LOOK_SECONDS):
                 text += lines.read()  # a marker may come in two pieces
                 found = [marker for marker in waiting if marker in text]

@@ -221,7 +221,8 @@ class Lifecycle:
         async def counting(message: Message) -> None:
             nonlocal number, streams
             number += message.get("body", b"").count(EVENT)
-            streams = streams or is_event_stream(message)
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            streams = streams or kind.startswith(b"text/event-stream")
             await send(message)
 
         running = asyncio.ensure_future(self.app(scope, receive, counting))
@@ -239,12 +240,6 @@ class Lifecycle:
         await send(
             {"type": "http.response.body", "body": error_event(scope["path"], number)}
         )
-
-
-def is_event_stream(message: Message) -> bool:
-    """Return whether a message of ASGI starts a stream of events."""
-    headers = dict(message.get("headers", ()))
-    return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
 
 
 def error_event(path: str, number: int) -> bytes:

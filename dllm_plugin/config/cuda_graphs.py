@@ -209,13 +209,6 @@ def allowed_widths(
     return allowed(graphs, widths, max(sizes))
 
 
-def own_lengths(config: DecodeConfig) -> bool:
-    """Return whether steps of other lengths than the canvas may have full graphs."""
-    if "full_graphs" in config.method.refuses:
-        return False
-    return config.method.scheduler != "canvas" or config.commit_alone_from > 0
-
-
 def worker_for(
     config: DecodeConfig, given: str, mode: CUDAGraphMode | None, can: bool
 ) -> str:
@@ -225,10 +218,12 @@ def worker_for(
     captures none either. A class of the user's own stays. `can` is the result of `can_capture`.
     """
     alone = config.commit_alone_from
-    piecewise = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+    others = config.method.scheduler != "canvas" or alone > 0
+    if "full_graphs" in config.method.refuses or not others or not can:
+        return given
     # Not measured there for blocks.
     distinct = config.kv_cache_layout == "distinct" and not config.method.floats
-    if not own_lengths(config) or distinct or mode in piecewise or not can:
+    if distinct or mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return given
     if given not in ("auto", WORKER):
         logger.warning(
