@@ -11,11 +11,14 @@ from vllm import LLM
 from vllm.config import ModelConfig
 
 from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
-from dllm_plugin.commands.verify import engine_side, report, second_opinion
-from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
+from dllm_plugin.commands.verify import compare, engine_side, second_opinion
+from dllm_plugin.commands.verify.compare import (
+    Verdict,
+    Watcher,
+    compare_first_forward,
+)
 from dllm_plugin.commands.verify.engine_side import Decode
 from dllm_plugin.commands.verify.reference import Reference, folder_of, load
-from dllm_plugin.commands.verify.report import Verdict
 from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
@@ -32,7 +35,7 @@ class EngineSide(NamedTuple):
     dtype: torch.dtype
     jobs: list[Job]
     decodes: list[Decode]
-    spell: report.Spell
+    spell: compare.Spell
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         for number, (job, found) in enumerate(pairs, 1):
             verdicts.append(_compare(reference, job, found, side.dtype))
             bar.clear()
-            report.print_prompt(number, verdicts[-1], side.spell)
+            compare.print_prompt(number, verdicts[-1], side.spell)
             bar.update()
     machine = {
         "dtype": str(side.dtype).removeprefix("torch."),
@@ -71,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
         "reference": reference.name,
         "reference_device": reference.device,
     }
-    print(f"\n{report.summary(verdicts)}")
-    print(report.json_line(args.model or "bundled", side.config, machine, verdicts))
+    print(f"\n{compare.summary(verdicts)}")
+    print(compare.json_line(args.model or "bundled", side.config, machine, verdicts))
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
 
 
