@@ -204,7 +204,8 @@ async def answer(
         given: token ids of the request's template that are not filled.
     """
     state, ours = raw_request.app.state, our_endpoints(raw_request)
-    asked, arguments = fields or Asked(), request.vllm_xargs or {}
+    asked = fields or Asked()
+    arguments = request.vllm_xargs or {}
     strips = not arguments.get(STATISTICS)
     engine = WatchedEngine(ours.engine, ours.tracing, strips, None, asked.trace, given)
     try:

@@ -147,7 +147,8 @@ async def reply_to(request: Body, raw_request: Request) -> Reply:
         if isinstance(request, CompletionRequest) and request.suffix is not None:
             suffix, request.suffix = request.suffix, None
             if suffix:
-                encode, config = encoder(raw_request), our_endpoints(raw_request).config
+                encode = encoder(raw_request)
+                config = our_endpoints(raw_request).config
                 choices = place_suffix(request, suffix, lengths, encode, config)
                 return (await fill(request, choices, raw_request, fields))[0]
         if lengths is not None:

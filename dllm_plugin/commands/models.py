@@ -233,7 +233,8 @@ def config_path(model: str) -> Path:
 
 def _check_folder(model: str) -> dict[str, Any]:
     """Return a checkpoint's configuration. Raises ValueError for a folder without weights."""
-    config, folder = read_config(model), Path(model).expanduser()
+    config = read_config(model)
+    folder = Path(model).expanduser()
     refuse_unserved_files(model, config)
     if folder.is_dir() and not any(any(folder.glob(form)) for form in WEIGHTS):
         raise ValueError(f"the folder {model} holds no weights (*.safetensors)")

@@ -163,7 +163,8 @@ class _Diffusion(Runner):
         """Skip vLLM's warm-up of the pooler."""
 
     def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:
-        spans, conditions = pairwise(starts[: len(req_ids) + 1].tolist()), []
+        conditions = []
+        spans = pairwise(starts[: len(req_ids) + 1].tolist())
         for req_id, given, span in zip(req_ids, params, spans, strict=True):
             conditions.append(Condition(req_id, dict(given.extra_kwargs or {}), span))
         self.model.conditions = conditions
@@ -190,7 +191,7 @@ class DiffusionV2(_Diffusion):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:  # real steps only
         batch = super().prepare_inputs(*args, **kwargs)
         if self.pooling_runner is not None:
-            known, rows = self.pooling_runner.pooling_params, batch.idx_mapping_np
-            params = [known[i] for i in rows.tolist()]
+            known = self.pooling_runner.pooling_params
+            params = [known[i] for i in batch.idx_mapping_np.tolist()]
             self._expect(batch.req_ids, params, batch.query_start_loc_np)
         return batch

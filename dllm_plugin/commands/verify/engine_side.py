@@ -99,7 +99,8 @@ class VerifyWorker:
         outputs, self.layer_outputs = self.layer_outputs, []
         if self.seen is None:
             return
-        positions, mask_id = given["positions"].tolist(), self.seen.mask_id
+        positions = given["positions"].tolist()
+        mask_id = self.seen.mask_id
         if self.seen.first:
             ids = given["input_ids"].tolist()
             self.seen.ids |= dict(zip(positions, ids, strict=True))
@@ -191,7 +192,8 @@ def decode(
     llm: LLM, name: str, prompt: list[int], max_tokens: int, stop: set[int]
 ) -> Decode:
     """Decode one prompt greedily, step by step."""
-    config, length = get_decode_config(llm.llm_engine.vllm_config), len(prompt)
+    config = get_decode_config(llm.llm_engine.vllm_config)
+    length = len(prompt)
     shift = int(config.family.logits_shift)
     span = range(max(length - COMPARED, 0), length + COMPARED)
     call(llm, "watch_request", span, max(length - shift, 0), config.mask_token_id)

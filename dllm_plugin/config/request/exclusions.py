@@ -88,7 +88,8 @@ def _with_gaps(case: Case) -> Iterator[str]:
                 f"dllm_schedule must hold whole numbers between 1 and canvas_length "
                 f"{config.canvas_length}, got {shown(width)} at place {place}."
             )
-    template, targets = given.get("template", (FILL,)), given.get("targets", ())
+    template = given.get("template", (FILL,))
+    targets = given.get("targets", ())
     mask = f"the mask token (id {config.mask_token_id})"
     if "template" in given and (why := too_long(config, end_of_gaps(template))):
         yield why
@@ -220,7 +221,8 @@ def _with_parameters(case: Case) -> Iterator[str]:
 
 def _with_grammar(case: Case) -> Iterator[str]:
     """Yield why a request with structured output is refused."""
-    asked, words = case.asked, "can contradict the grammar of structured_outputs: leave"
+    asked = case.asked
+    words = "can contradict the grammar of structured_outputs: leave"
     if case.config.no_grammars:
         yield f"structured_outputs {case.config.no_grammars}."
     if asked.add_eos_at_end:
