@@ -88,7 +88,7 @@ def read_prompts(file: str | Path) -> list[str]:
 
 
 def _decode_by_engine(
-    options: dict[str, Any], ranks: int, texts: list[str], bar: tqdm[Any]
+    options: dict[str, Any], ranks: int, texts: list[str], bar: "tqdm[Any]"
 ) -> EngineSide:
     """Decode all prompts by an engine that has ended when this returns."""
     llm = engine_side.start(options, ranks)
