@@ -43,6 +43,8 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "engine/test_structured_server.py",
         "engine/test_clients.py",
         "engine/test_viewer.py",
+        "engine/test_documented_requests.py",
+        "engine/test_fim_clients.py",
     ),
 }
 # From about 10 s on, by what they spend on processors; the others follow.
@@ -53,11 +55,13 @@ LONGEST = (
     "engine/test_omni_processes.py",
     "engine/test_structured_outputs.py",
     "engine/test_faults.py",  # not beside the soak: both keep a server busy
+    "engine/test_interrupts.py",
     "engine/test_bench_modes.py",
     "engine/test_bench_widths.py",
     "engine/test_structured_server.py",
     "engine/test_full_compiled.py",
     "engine/test_verify_command.py",
+    "engine/test_family_servers.py",
     "engine/test_batching.py",
     "engine/test_full_server.py",
     "engine/test_block_goldens.py",
@@ -85,6 +89,7 @@ LONGEST = (
     "engine/test_progress.py",
     "engine/test_weight_updates.py",
     "engine/test_traces.py",
+    "engine/test_amx_engines.py",
     "engine/test_forked.py",
     "engine/test_context_end.py",
     "engine/test_full_plain.py",

@@ -17,6 +17,15 @@ def test_listed_files_are_there_and_listed_once() -> None:
         assert len(set(files)) == len(files)
 
 
+@pytest.mark.parametrize("server", ["tiny server", "bundled server"])
+def test_a_shared_server_is_started_by_one_worker(server: str) -> None:
+    fixture, files = server.replace(" ", "_") + ": Server", set()
+    for file in (TESTS / "engine").glob("test_*.py"):
+        if fixture in file.read_text():
+            files.add(f"engine/{file.name}")
+    assert files and files <= set(spread.TOGETHER[server])
+
+
 def test_what_takes_longest_comes_first_and_the_rest_stays() -> None:
     """Kernels, units and engines in this order, for engines leave a world of ranks behind."""
     first, second = [f for f in spread.LONGEST if f.startswith("engine/")][:2]
