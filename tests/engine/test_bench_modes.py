@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from bench_lines import QUICK, line_of, quiet_start
 from dummies import WHOSE, without_checkpoint, worker_of
 from engines import EngineRoom
+from forked import PYTHON
 from safetensors.torch import load_file, save_file
 
 from diffuplug_bench import command, engines
@@ -204,8 +206,12 @@ def test_one_block_at_a_time(
         )
 
 
-def test_a_watched_stream_over_http(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("template")
+def test_a_watched_stream_over_http(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The row without watched requests is measured unasked, and frames change no token."""
+    monkeypatch.setattr(sys, "executable", PYTHON)
     arguments = [
         "--shapes",
         "tiny",

@@ -5,11 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+from forked import PYTHON
 
 from diffuplug_bench import model_report
 from dllm_plugin.commands import cli
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands in forks, which need not import vLLM."""
+    monkeypatch.setattr(model_report, "COMMAND", (PYTHON, *model_report.COMMAND[1:]))
 
 
 def test_the_report_of_the_bundled_model(
