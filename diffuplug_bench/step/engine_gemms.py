@@ -20,8 +20,7 @@ from diffuplug_bench.step.floor import (
     floor_of,
     time_gemms,
 )
-from dllm_plugin.models.checkpoints.quantised import scaled_kernel
-from dllm_plugin.models.checkpoints.quantised_head import QuantizedHead
+from dllm_plugin.models.checkpoints.quantised import QuantizedHead, scaled_kernel
 
 if TYPE_CHECKING:
     from vllm import LLM

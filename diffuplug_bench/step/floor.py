@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffuplug_bench.model_shapes import Sizes
 from diffuplug_bench.worker_extension import BOUND
-from dllm_plugin.models.cublas import forgo_workspace
+from dllm_plugin.models import forgo_workspace
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 1 << 26}
 SECONDS = 0.3  # of repetitions per measurement

@@ -10,9 +10,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.models import forgo_workspace
 from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.layouts import Packing
-from dllm_plugin.models.checkpoints.quantised_head import quantise_head
+from dllm_plugin.models.checkpoints.quantised import quantise_head
 from dllm_plugin.models.checkpoints.weights import (
     PARTIAL_BACKENDS,
     Manifest,
@@ -56,7 +57,6 @@ class DiffusionModel:
         self.read_adapter(vllm_config)
         from dllm_plugin.attention.registry import registered
         from dllm_plugin.attention.rotary import defer
-        from dllm_plugin.models.cublas import forgo_workspace
 
         forgo_workspace()
         with registered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):

@@ -9,7 +9,7 @@ from torch import nn
 from diffuplug_bench.eval.scores import MAX_TOKENS, decode, start_in_process
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.commands.offline import bundled_options, stop_engine
-from dllm_plugin.models.checkpoints.quantised_head import (
+from dllm_plugin.models.checkpoints.quantised import (
     DTYPES,
     QuantizedHead,
     quantise_rows,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dllm_plugin.models.cublas import VARIABLE, forgo_workspace
+from dllm_plugin.models import WORKSPACE, forgo_workspace
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_a_process_has_one_setting(
     then: str | None,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv(VARIABLE, "to be put back")
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(WORKSPACE, "to be put back")
+    monkeypatch.delenv(WORKSPACE)
     if was is not None:
-        monkeypatch.setenv(VARIABLE, was)
+        monkeypatch.setenv(WORKSPACE, was)
     forgo_workspace(capability)
-    assert os.environ.get(VARIABLE) == then
+    assert os.environ.get(WORKSPACE) == then

@@ -17,10 +17,10 @@ from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
 )
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
-from dllm_plugin.models.checkpoints.quantised import check_activation_scales
-from dllm_plugin.models.checkpoints.quantised_head import (
+from dllm_plugin.models.checkpoints.quantised import (
     DTYPES,
     QuantizedHead,
+    check_activation_scales,
     quantise_head,
     quantise_rows,
 )
