@@ -11,7 +11,6 @@ from dllm_plugin.models.checkpoints import shapes
 from dllm_plugin.models.checkpoints.weights import Shapes
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 END = r"(?=\.|$)"  # layer lists of quantisation configs name modules without `.weight`
 # LLaDA's name -> Llama's: `ff_out` is the down projection in a layer and the LM head outside.
 OUTSIDE = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
@@ -47,15 +46,12 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        outside = {theirs: ours for ours, theirs in OUTSIDE.items()}
-        in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
+        of_llama = shapes.decoder(config)
         found: Shapes = {}
-        for name, shape in shapes.decoder(config).items():
-            module = name.removesuffix(".weight")
-            layer = LAYER.fullmatch(module)
-            if layer is None:
-                found[f"model.transformer.{outside[module]}.weight"] = shape
-            else:
-                block = f"model.transformer.blocks.{layer[1]}"
-                found[f"{block}.{in_layer[layer[2]]}.weight"] = shape
+        for ours, theirs in OUTSIDE.items():
+            found[f"model.transformer.{ours}.weight"] = of_llama[f"{theirs}.weight"]
+        for layer in range(config.num_hidden_layers):
+            block, llama = f"model.transformer.blocks.{layer}", f"model.layers.{layer}"
+            for ours, theirs in IN_LAYER.items():
+                found[f"{block}.{ours}.weight"] = of_llama[f"{llama}.{theirs}.weight"]
         return found

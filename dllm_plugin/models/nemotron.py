@@ -1,27 +1,31 @@
-"""Serve Nemotron-Labs-Diffusion: a Ministral whose weights have prefixes of their own."""
+"""Serve Nemotron-Labs-Diffusion: a Ministral whose weights have prefixes of their own.
+
+An adapter may be applied to the draft rows of a forward only.
+"""
 
 from typing import Any
 
-from vllm.config import VllmConfig
+import torch
+from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.checkpoints import shapes
-from dllm_plugin.models.checkpoints.draft_adapter import (
-    TARGET,
-    DraftProjection,
-    draft_rows,
-    read_draft_adapter,
-)
-from dllm_plugin.models.checkpoints.lora import FORMATS_WITHOUT_MERGE, LoraAdapter
+from dllm_plugin.models.checkpoints import lora, shapes
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, WeightUpdate
 
 THEIRS = {"model.": "encoder.", "lm_head.": "diffusion_head."}
 RENAME = WeightsMapper(
     orig_to_new_prefix={theirs: ours for ours, theirs in THEIRS.items()}
 )
+TARGET = "o_proj"  # the only module that is not packed with others
 
 
 class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
@@ -32,11 +36,11 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
     hf_to_vllm_mapper = RENAME
 
     @classmethod
-    def read_adapter(cls, vllm_config: VllmConfig) -> LoraAdapter | None:
+    def read_adapter(cls, vllm_config: VllmConfig) -> lora.LoraAdapter | None:
         """Read the adapter of `lora_path`; raise ValueError for a wrong draft adapter, too."""
         path = get_decode_config(vllm_config).draft_adapter
         load_format = vllm_config.load_config.load_format
-        if path is not None and load_format in (*FORMATS_WITHOUT_MERGE, "dummy"):
+        if path is not None and load_format in (*lora.FORMATS_WITHOUT_MERGE, "dummy"):
             raise ValueError(
                 f"draft_adapter '{path}' cannot be added: load_format {load_format!r} reads no "
                 "checkpoint. Leave one of them out."
@@ -69,7 +73,9 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
         adapter = read_draft_adapter(path, model_config, shapes_)
         mine = range(self.model.start_layer, self.model.end_layer)
         like = self.model.layers[mine.start].input_layernorm.weight
-        self.draft_rows = draft_rows(self.vllm_config, like)
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        # For the largest forward.
+        self.draft_rows = torch.zeros(most, 1, dtype=like.dtype, device=like.device)
         for number in mine:
             pair = adapter.pairs[f"encoder.layers.{number}.self_attn.{TARGET}"]
             attention = self.model.layers[number].self_attn
@@ -86,3 +92,51 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
             prefix, _, rest = name.partition(".")
             found[THEIRS[f"{prefix}."] + rest] = shape
         return found
+
+
+def read_draft_adapter(
+    path: str, model_config: ModelConfig, shapes: Shapes
+) -> lora.LoraAdapter:
+    """Read a draft adapter; raise ValueError unless all of it fits this model."""
+    adapter = lora.load_adapter(lora.adapter_folder(path))
+    if adapter.targets != (TARGET,):
+        raise ValueError(
+            f"draft_adapter '{path}' targets {list(adapter.targets)}; only ['{TARGET}'] can be "
+            "applied to draft rows alone."
+        )
+    if adapter.base_name:
+        config = model_config.hf_config
+        names = (model_config.model, config._name_or_path, config.source_name)
+        lora.check_base(adapter, names)
+    lora.check_coverage(adapter, shapes)
+    return adapter
+
+
+class DraftProjection(nn.Module):
+    """Add a low-rank update to a row-parallel projection, in draft rows only.
+
+    rows_T1  ``[tokens, 1]`` in the dtype of the weights, 1 in draft rows and else 0
+    """
+
+    a: Tensor
+    b: Tensor
+    rows_T1: Tensor
+
+    def __init__(self, inner: nn.Module, pair: lora.LoraPair, rows_T1: Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        # Each rank has some columns of the projection, and so of `a`.
+        ranks = get_tensor_model_parallel_world_size()
+        mine = pair.a.chunk(ranks, dim=1)[get_tensor_model_parallel_rank()]
+        self.register_buffer("a", mine.to(rows_T1), persistent=False)
+        self.register_buffer("b", (pair.scale * pair.b).to(rows_T1), persistent=False)
+        self.register_buffer("rows_T1", rows_T1, persistent=False)
+        self.sharded = ranks > 1
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection of rows ``[T, in]``, and the bias that is left to add."""
+        output, bias = self.inner(x)
+        low = x @ self.a.t()
+        if self.sharded:
+            low = tensor_model_parallel_all_reduce(low)
+        return output + (low @ self.b.t()) * self.rows_T1[: len(x)], bias

@@ -7,18 +7,7 @@ next one.
 
 from torch import Tensor
 
-from dllm_plugin.reference.numbers import (
-    ORIGIN_ORDER,
-    dream_quota,
-    dream_share,
-    factor_count,
-    factor_limit,
-    float32,
-    llada_quota,
-    rnd1_quota,
-    rounded_quota,
-    step_with_rounded_quota,
-)
+from dllm_plugin.reference import numbers
 from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
 from dllm_plugin.reference.rules import (
     CACHED,
@@ -75,7 +64,7 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
         found = propose(text, logits, left, step)
         text.close_call(*(proposal.gap for proposal in found.values()))
         if rules.rounded:
-            step = step_with_rounded_quota(len(left), text.steps, step)
+            step = numbers.step_with_rounded_quota(len(left), text.steps, step)
         # Later steps compute no row that predicts the first position.
         is_shifted = text.model.shift and rules.strategy in CACHED
         if is_shifted and left[0] == low and step == 0:
@@ -126,20 +115,20 @@ def choose_of_left(
         if text.model.shift and rules.strategy not in CACHED:
             allowed = _released(size, text.steps, step) - (size - len(left))
             is_last = False
-        limit = float32(rules.threshold)
+        limit = numbers.float32(rules.threshold)
         text.close_choice(*(score - limit for score in scores[1:allowed]))
         sure = [score for score in scores if score >= limit]
         count = min(allowed, max(1, len(sure)))
     elif rules.policy == "factor":
         count = count_by_factor(text, scores)
     elif rules.linear:
-        count = rnd1_quota(len(left), size, text.steps, step)
+        count = numbers.rnd1_quota(len(left), size, text.steps, step)
     elif rules.rounded:
-        count = rounded_quota(len(left), text.steps, step)
+        count = numbers.rounded_quota(len(left), text.steps, step)
     elif text.model.shift:
-        count = dream_quota(len(left), text.steps, step, rules.eps)
+        count = numbers.dream_quota(len(left), text.steps, step, rules.eps)
     else:
-        count = llada_quota(size, text.steps, step)
+        count = numbers.llada_quota(size, text.steps, step)
     if is_last:
         return order
     if 0 < count < len(order):
@@ -151,8 +140,8 @@ def count_by_factor(text: Text, scores: list[float]) -> int:
     """Return how many positions the factor rule takes, by their falling scores."""
     factor = text.rules.factor
     for rank, score in enumerate(scores[1:], 1):
-        text.close_choice(score - factor_limit(rank, factor))
-    return factor_count(scores, factor)
+        text.close_choice(score - numbers.factor_limit(rank, factor))
+    return numbers.factor_count(scores, factor)
 
 
 def _released(size: int, steps: int, step: int) -> int:
@@ -164,7 +153,7 @@ def _released(size: int, steps: int, step: int) -> int:
 
 def _transfers(text: Text, left: list[int], step: int) -> list[int]:
     """Choose as Dream's ``origin``: each position by itself, at random."""
-    share = float(dream_share(text.steps, step, text.rules.eps))
-    numbers = uniforms(text, ORIGIN_ORDER, left, step).tolist()
-    text.close_choice(*(number - share for number in numbers))
-    return [p for p, number in zip(left, numbers, strict=True) if number < share]
+    share = float(numbers.dream_share(text.steps, step, text.rules.eps))
+    drawn = uniforms(text, numbers.ORIGIN_ORDER, left, step).tolist()
+    text.close_choice(*(number - share for number in drawn))
+    return [p for p, number in zip(left, drawn, strict=True) if number < share]

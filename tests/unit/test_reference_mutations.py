@@ -226,8 +226,8 @@ MUTATIONS = [
     (
         "a2d_bd3lm",
         "full_attention",
-        "count = rounded_quota(len(left), text.steps, step)",
-        "count = llada_quota(size, text.steps, step)",
+        "rounded_quota(len(left), text.steps, step)",
+        "llada_quota(size, text.steps, step)",
     ),
     (
         "llada_vanilla",
@@ -256,8 +256,8 @@ MUTATIONS = [
     (
         "llada_dual_cache_factor",
         "full_attention",
-        "return factor_count(scores, factor)",
-        "return factor_count(scores, factor / 2)",
+        "factor_count(scores, factor)",
+        "factor_count(scores, factor / 2)",
     ),
     (
         "dream_maskgit_plus",

@@ -82,6 +82,13 @@ class AutomatonGrammar(OwnGrammar):
         )
 
 
+def remember(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Store a value for later requests, and drop the oldest values beyond `most`."""
+    known[key] = value
+    while len(known) > most:
+        known.popitem(last=False)
+
+
 class AutomatonCache:
     """Build the automata of one engine's requests, and keep them for later ones."""
 
@@ -106,9 +113,7 @@ class AutomatonCache:
                 found = Guide(key, build(asked, vocabulary, stops))
             except TooLarge as error:
                 found = str(error)
-            self._known[key] = found
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            remember(self._known, key, found, REMEMBERED)
         if isinstance(found, str):
             raise TooLarge(found)
         return found

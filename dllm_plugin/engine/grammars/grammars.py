@@ -31,6 +31,7 @@ from dllm_plugin.engine.grammars.automata import (
     AutomatonCache,
     AutomatonGrammar,
     OwnGrammar,
+    remember,
 )
 from dllm_plugin.engine.grammars.backends import Backends, Uncompiled, read_chart
 from dllm_plugin.grammar.automaton import Guide, TooLarge
@@ -78,7 +79,6 @@ class Grammars:
     ) -> None:
         self.manager = manager
         self.config = config
-        self.mask_token_id = config.mask_token_id
         self.context = context
         settings = manager.vllm_config.structured_outputs_config
         self.has_blanks = not settings.disable_any_whitespace
@@ -125,7 +125,7 @@ class Grammars:
             self.vocabulary = read_vocabulary(
                 self.manager.tokenizer,
                 self.manager.vllm_config.model_config.get_vocab_size(),
-                self.mask_token_id,
+                self.config.mask_token_id,
             )
         vocabulary = self.vocabulary
         ends = [params.eos_token_id, *(params.stop_token_ids or ())]
@@ -143,7 +143,7 @@ class Grammars:
             return automaton
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
-        usable[[*stops, self.mask_token_id]] = False
+        usable[[*stops, self.config.mask_token_id]] = False
         matcher = matcher_of(self.backends.compile(request), usable, vocabulary)
         named = _named(request)
         guide = None
@@ -172,11 +172,8 @@ class Grammars:
             return None
         key = named, isinstance(matcher, XgrammarMatcher)
         if key not in self._charts:
-            self._charts[key] = read_chart(
-                named, self.vocabulary, self.has_blanks, key[1]
-            )
-            while len(self._charts) > REMEMBERED:
-                self._charts.popitem(last=False)
+            chart = read_chart(named, self.vocabulary, self.has_blanks, key[1])
+            remember(self._charts, key, chart, REMEMBERED)
         return self._charts.get(key)
 
     def _find_closing(self, request: Request, state: GrammarState) -> None:
@@ -186,13 +183,11 @@ class Grammars:
         # What was not found in as much room is not searched again.
         state.find_closing(known, searches=state.left > failed)
         if state.completes:
-            self._closings[key] = failed, state.witness
+            known = state.witness
         else:
-            self._closings[key] = max(failed, state.left), known
-        while len(self._closings) > REMEMBERED:
-            self._closings.popitem(last=False)
-        if not state.completes:
+            failed = max(failed, state.left)
             _warn_of_beginning(request, state.left)
+        remember(self._closings, key, (failed, known), REMEMBERED)
 
     def _automaton(
         self, request: Request, stops: list[int], left: int

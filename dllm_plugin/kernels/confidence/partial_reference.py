@@ -20,18 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.confidence.reference import (
-    NEGATIVE_INFINITY,
-    Columns,
-    RowSampling,
-    RowStats,
-    add_bias,
-    choose,
-    hot_rows,
-    is_broken,
-    lowest,
-    with_missing,
-)
+from dllm_plugin.kernels.confidence import reference
 
 LOWEST = -1e30  # finite: -inf minus -inf is no number
 NONE_ABOVE = -1e20  # below any logit by any temperature, and above LOWEST by any
@@ -41,9 +30,9 @@ def scan_rows(
     logits_XV: Tensor,
     slot_T: Tensor,
     mask_id: int,
-    sampling: RowSampling | None = None,
+    sampling: reference.RowSampling | None = None,
     *,
-    columns: Columns,
+    columns: reference.Columns,
     temper: bool = True,
     want_ranking: bool = False,
     bias: tuple[Tensor, Tensor] | None = None,
@@ -58,17 +47,17 @@ def scan_rows(
     logits_TV = logits_XV if source_T is None else logits_XV[source_T]
     logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below
     if bias is not None:
-        add_bias(logits_TV[:, :inside], bias, slot_T, first)
-    logits_TV[:, inside:] = NEGATIVE_INFINITY
+        reference.add_bias(logits_TV[:, :inside], bias, slot_T, first)
+    logits_TV[:, inside:] = reference.NEGATIVE_INFINITY
     if first <= mask_id < first + width:
-        logits_TV[:, mask_id - first] = NEGATIVE_INFINITY
-    hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
-    column_T, best_T = choose(logits_TV, hot, slot_T, sampling, first)
+        logits_TV[:, mask_id - first] = reference.NEGATIVE_INFINITY
+    hot = None if sampling is None else reference.hot_rows(logits_TV, slot_T, sampling)
+    column_T, best_T = reference.choose(logits_TV, hot, slot_T, sampling, first)
     if hot is not None and temper:
         logits_TV.index_copy_(0, *hot)
     top_T1 = logits_TV.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
     if bias is not None:
-        top_T1 = torch.maximum(top_T1, lowest(bias, slot_T, LOWEST)[:, None])
+        top_T1 = torch.maximum(top_T1, reference.lowest(bias, slot_T, LOWEST)[:, None])
     share_TV = (logits_TV - top_T1).exp()
     x_T1 = logits_TV.gather(1, column_T[:, None])
     numbers = [
@@ -89,7 +78,7 @@ def scan_rows(
 
 def merge_rows(
     partials_SKTP: Tensor, want_ranking: bool = False, num_rows: int | None = None
-) -> RowStats:
+) -> reference.RowStats:
     """Merge the partials of all shards, which are in the order of their columns."""
     best, token, x, top, mass, *ranking = partials_SKTP.permute(1, 2, 0, 3).flatten(2)
     winner_T1 = best.argmax(dim=-1, keepdim=True)
@@ -101,19 +90,21 @@ def merge_rows(
     share_T = (won_T1 - highest_T1).exp2().squeeze(1)
     token_T = token.gather(1, winner_T1).squeeze(1).to(torch.int64)
     confidence_T = (share_T / total_T).to(torch.float32)
-    largest_T1 = torch.where(highest_T1 < NONE_ABOVE, NEGATIVE_INFINITY, highest_T1)
-    broken_T = is_broken(won_T1.squeeze(1), largest_T1.squeeze(1))
-    stats = RowStats(token_T, confidence_T, broken_T)
+    largest_T1 = torch.where(
+        highest_T1 < NONE_ABOVE, reference.NEGATIVE_INFINITY, highest_T1
+    )
+    broken_T = reference.is_broken(won_T1.squeeze(1), largest_T1.squeeze(1))
+    stats = reference.RowStats(token_T, confidence_T, broken_T)
     if want_ranking:
         second, weight = ranking
         entropy_T = ((weight + gap * mass) * factor).sum(-1) / total_T - total_T.log2()
         others = torch.maximum(
-            second, top.scatter(1, top_lane_T1, NEGATIVE_INFINITY)
+            second, top.scatter(1, top_lane_T1, reference.NEGATIVE_INFINITY)
         ).amax(-1)
         margin_T = (1 - (others - highest_T1.squeeze(1)).exp2()) / total_T
         pair = [x.to(torch.float32) for x in (entropy_T * math.log(2), margin_T)]
-        stats = RowStats(*stats[:3], *pair)
-    return with_missing(stats, num_rows)
+        stats = reference.RowStats(*stats[:3], *pair)
+    return reference.with_missing(stats, num_rows)
 
 
 def _to_log2(value: Tensor) -> Tensor:
