@@ -32,6 +32,7 @@ from vllm.v1.structured_output.backend_types import (
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from dllm_plugin.engine.grammars.automata import OwnGrammar
+from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.networks import Unreadable
 from dllm_plugin.grammar.patterns import written_out
@@ -41,13 +42,6 @@ from dllm_plugin.grammar.rules import (
     Pattern,
     read_regex,
     read_rules,
-)
-from dllm_plugin.grammar.schemas import (
-    expression,
-    has_rough_format,
-    loose_keyword,
-    most_values,
-    resolved,
 )
 from dllm_plugin.grammar.vocabulary import Vocabulary
 
@@ -92,7 +86,7 @@ def read_chart(
             return None
         patterns: list[Pattern] = []
         schema = json.loads(spec)
-        if most_values(schema) > MANY:
+        if schemas.most_values(schema) > MANY:
             return None
         merged = _rewritten(schema, lambda inner: _without_all_of(inner, schema))
         written = _rewritten(merged, lambda inner: _marked(inner, patterns))
@@ -124,7 +118,7 @@ def _without_all_of(written: dict[str, Any], root: Any) -> Any:
     """Return a schema with the branches of its `allOf` merged, of which xgrammar reads none."""
     branches = written.pop("allOf", [])
     for branch in branches if isinstance(branches, list) else []:
-        found = resolved(branch, root)
+        found = schemas.resolved(branch, root)
         if found is not branch and "allOf" in found:
             raise Unreadable("allOf behind a reference within allOf")
         written = _merged(written, found)
@@ -233,8 +227,8 @@ class Backends(StructuredOutputBackend):
                 if named[0] == StructuredOutputOptions.JSON
                 else None
             )
-            if loose_keyword(schema) or (
-                has_rough_format(schema) and not _refusal(params)
+            if schemas.loose_keyword(schema) or (
+                schemas.has_rough_format(schema) and not _refusal(params)
             ):
                 name = GUIDANCE
             elif (wide := _if_wide(named, schema)) is not None:
@@ -262,11 +256,11 @@ def _if_wide(named: StructuredOutputKey, schema: Any) -> StructuredOutputKey | N
     """Return a grammar of many alternatives as guidance reads it; None for other grammars."""
     kind, spec = named
     if kind == StructuredOutputOptions.JSON:
-        return named if most_values(schema) > MANY else None
+        return named if schemas.most_values(schema) > MANY else None
     if spec.count("|") < MANY:
         return None
     # A choice of so many words is too much for guidance, but not as an expression.
-    asked = expression(kind.name.lower(), spec)
+    asked = schemas.expression(kind.name.lower(), spec)
     return (StructuredOutputOptions.REGEX, str(asked["pattern"])) if asked else None
 
 
@@ -301,7 +295,7 @@ def check_readable(params: SamplingParams) -> None:
             ) from error
     if not asked.json or asked._backend != XGRAMMAR:
         return
-    loose = loose_keyword(
+    loose = schemas.loose_keyword(
         json.loads(asked.json) if isinstance(asked.json, str) else asked.json
     )
     if not loose:

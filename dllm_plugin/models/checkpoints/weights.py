@@ -19,12 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from dllm_plugin.models.checkpoints.layouts import (
-    SCALES,
-    Packing,
-    missing_of,
-    shapes_of,
-)
+from dllm_plugin.models.checkpoints import layouts
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[int, ...]]
@@ -39,7 +34,7 @@ class Manifest:
 
     shapes: Shapes  # every needed tensor and its full shape
     optional: frozenset[str] = frozenset()  # may be absent
-    packing: Packing | None = None  # of tensors that are stored quantised
+    packing: layouts.Packing | None = None  # of tensors that are stored quantised
     source: str = "checkpoint"  # what errors call the source of the tensors
 
     @property
@@ -56,7 +51,7 @@ class Manifest:
         if self.packing is None or len(matrix) != 2:
             return None
         suffix = name.rpartition(".")[2]
-        return shapes_of(self.packing, suffix, tensor.dtype, matrix)
+        return layouts.shapes_of(self.packing, suffix, tensor.dtype, matrix)
 
 
 def module_of(name: str) -> str:
@@ -132,11 +127,11 @@ class CheckedWeights:
         plain = weight in self.seen and "weight" not in tensors
         if packing is None or len(matrix) != 2 or plain:
             return
-        suffix = missing_of(packing, tensors)
+        suffix = layouts.missing_of(packing, tensors)
         if suffix is None:
             return
         source = self.manifest.source
-        if "weight" in tensors and suffix in SCALES:
+        if "weight" in tensors and suffix in layouts.SCALES:
             raise ValueError(
                 f"The {source} has no scale for quantised weight '{module}'."
             )
