@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin import default_model
-from dllm_plugin.models.checkpoints.quantised_head import quantise_rows
+from dllm_plugin.models.checkpoints.quantised import quantise_rows
 from dllm_plugin.reference.model import PlainModel, Turns
 from dllm_plugin.reference.text import Text
 
@@ -129,10 +129,15 @@ def loops(limit: int) -> None:
     """Decode the bundled model's problems in the plain loop, in every form."""
     from tokenizers import Tokenizer
 
+    from diffuplug_bench.word_problems.chat_prompts import (
+        EOS,
+        EOT,
+        chat_prompt,
+        token_id,
+    )
     from diffuplug_bench.word_problems.generator import eval_seeds, problem
     from dllm_plugin.reference.loops import decode
     from dllm_plugin.reference.rules import Rules
-    from dllm_plugin.reference.tokenizer import EOS, EOT, chat_prompt, token_id
 
     torch.set_num_threads(1)  # GEMMs this small lose by a second thread
     folder = Path(default_model.path())
