@@ -226,8 +226,8 @@ MUTATIONS = [
     (
         "a2d_bd3lm",
         "full_attention",
-        "rounded_quota(len(left), text.steps, step)",
-        "llada_quota(size, text.steps, step)",
+        "numbers.rounded_quota(len(left), text.steps, step)",
+        "numbers.llada_quota(size, text.steps, step)",
     ),
     (
         "llada_vanilla",
