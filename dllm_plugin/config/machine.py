@@ -113,6 +113,8 @@ def never_alone(
         yield "a step computes no block after the one that is denoised"
     if config.block_length < SHORTEST_BLOCK:
         yield f"it was not measured for blocks shorter than {SHORTEST_BLOCK}"
+    if config.method.exact_end:
+        yield "it was not measured for blocks that end where the text does"
     attention = vllm_config.attention_config
     asked = filter(None, (attention.backend, *attention.backend_per_kind.values()))
     others = {backend.name for backend in asked} - {"FLASH_ATTN", "TRITON_ATTN"}

@@ -191,6 +191,8 @@ def test_single_block_steps_are_the_default_where_graphs_hold_them(
     ):
         assert rule(**given) == 8, given
     assert rule(backend=AttentionBackendEnum.TRITON_ATTN) == 8
+    blocks = {"strategy": "block_diffusion", "block_length": 16, "canvas_length": 64}
+    assert rule(dllm=blocks) == 8
     never: list[dict[str, Any]] = [
         {"can": False},
         {"cudagraph_mode": NONE},
@@ -213,6 +215,7 @@ def test_single_block_steps_are_the_default_where_graphs_hold_them(
         {"dllm": {"max_active_blocks": 2}},
         {"dllm": {"canvas_length": 16}},
         {"dllm": {"strategy": "d2f", "canvas_length": 64}},
+        {"architecture": "A2DQwen3LMHeadModel", "dllm": blocks},
         {"architecture": "Fast_dLLM_QwenForCausalLM", "dllm": {"canvas_length": 64}},
     ]
     for given in never:
