@@ -1,0 +1,23 @@
+"""Two stages on two GPUs give the reference's tokens: fp32, Triton attention, graphs and eager."""
+
+import pytest
+import recorded
+import torch
+
+FULL = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+EAGER = {"enforce_eager": True}
+CHECKS = {
+    "sdar-eager": (recorded.check_blocks, EAGER, "sdar"),
+    "sdar": (recorded.check_blocks, FULL, "sdar"),
+    "full-eager": (recorded.check_full, EAGER, "llada", "prefix_cache"),
+    "d2f-dream": (recorded.check_d2f, FULL, "d2f_dream"),
+    "llada2.1-eager": (recorded.check_blocks, EAGER, "llada2.1"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_tokens_and_forwards_equal_the_reference(name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    check, options, *what = CHECKS[name]
+    check(*what, pipeline_parallel_size=2, **options)
