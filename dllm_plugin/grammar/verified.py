@@ -28,11 +28,6 @@ class RowCheck(NamedTuple):
     first: int
     rows: list[np.ndarray]
 
-    @property
-    def rejected(self) -> bool:
-        """Return whether the first id is replaced."""
-        return self.forced != NO_ID
-
 
 class VerifiedState(GrammarState):
     """Follow one request's grammar along its committed text, and along the drafts after it.

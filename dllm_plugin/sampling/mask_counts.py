@@ -18,7 +18,8 @@ class CopiedCounts(NamedTuple):
 
     slots_np   slots of its requests; NO_SLOT if the request is gone
     starts_np  canvas starts of the requests, as the host knew them
-    left_R     masked positions of their current blocks after the step; 0 if those are done
+    left_R     masked positions of their current blocks after the step; 0 if those are done; on
+               the host, once the copy has ended
     event      end of the copy; None on CPUs, which need no copy
     """
 
@@ -26,13 +27,6 @@ class CopiedCounts(NamedTuple):
     starts_np: np.ndarray
     left_R: Tensor
     event: torch.cuda.Event | None
-
-
-class Arrival(NamedTuple):
-    """Store the target of a copy: pinned memory for all slots, and the event of its end."""
-
-    left_N: Tensor
-    event: torch.cuda.Event
 
 
 class MaskCounts:
@@ -53,8 +47,6 @@ class MaskCounts:
         self.start_N = np.zeros(num_slots, dtype=np.int64)
         self.grows_np = np.zeros(num_slots, dtype=np.bool_)
         self._copied: deque[CopiedCounts] = deque()
-        # Used in turn, more than are in flight.
-        self._arrivals: deque[Arrival] = deque()
 
     def record(
         self, slots_np: np.ndarray, starts_np: np.ndarray, left_R: Tensor
@@ -62,19 +54,11 @@ class MaskCounts:
         """Start the copy of the masks that a step left."""
         event = None
         if left_R.is_cuda:
-            left_R, event = self._copy(left_R)
+            # To pinned memory, which torch hands out again only after the copy.
+            left_R = left_R.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         self._copied.append(CopiedCounts(slots_np.copy(), starts_np, left_R, event))
-
-    def _copy(self, left_R: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Start the copy to memory that no copy in flight uses."""
-        if len(self._arrivals) <= len(self._copied):
-            left_N = torch.empty(len(self.left_N), dtype=left_R.dtype, pin_memory=True)
-            self._arrivals.appendleft(Arrival(left_N, torch.cuda.Event()))
-        arrival = self._arrivals[0]
-        self._arrivals.rotate(-1)
-        copied_R = arrival.left_N[: len(left_R)].copy_(left_R, non_blocking=True)
-        arrival.event.record()
-        return copied_R, arrival.event
 
     def forget(self, slot: int) -> None:
         """Free a slot, which gets another request."""

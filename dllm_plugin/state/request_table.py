@@ -4,7 +4,7 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,10 +34,18 @@ class SlotTable:
     ) -> None:
         self.np: np.ndarray = torch.zeros(size, dtype=dtype).numpy()
         self.gpu = torch.zeros(size, dtype=dtype, device=device)
+        self._is_new = False
+
+    def write(self, slot: Any, values: Any) -> None:
+        """Write values of a slot on the host; `copy_to_device` brings them to the device."""
+        self.np[slot] = values
+        self._is_new = True
 
     def copy_to_device(self) -> None:
-        """Copy what the host wrote to the device, without waiting for the copy."""
-        async_tensor_h2d(self.np, out=self.gpu)
+        """Copy what was written since the last call, without waiting for the copy."""
+        if self._is_new:
+            async_tensor_h2d(self.np, out=self.gpu)
+            self._is_new = False
 
 
 POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
@@ -76,8 +84,8 @@ class RequestTable:
         self.policy = SlotTable(num_slots, torch.int32, device)
         self.steps = SlotTable(num_slots, torch.int32, device)
         self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, device)
-        self.block_length.np.fill(config.block_length)
-        self.steps.np.fill(1)
+        self.block_length.write(..., config.block_length)
+        self.steps.write(..., 1)
         self.asked: set[str] = set()
         self.refreshes_vary = False
         self._tables = (
@@ -90,7 +98,6 @@ class RequestTable:
             self.steps,
             self.numbers,
         )
-        self._dirty = True
 
     def fill(
         self,
@@ -108,37 +115,34 @@ class RequestTable:
         self.refreshes_vary |= request.full_refresh_every != 1
         # Where blocks are counted from: some models were trained on multiples of their length.
         origin = config.origin(prompt_len, request.block_length)
-        self.origin.np[slot] = origin
+        self.origin.write(slot, origin)
         self.layouts_np[slot] = layout_of(request, origin, end, template)
         blocks = -(-(end - origin) // request.block_length)
         # Where blocks may start anywhere, a last one may begin just before the end.
         blocks += config.method.verifies
         last = min(origin + blocks * request.block_length, context)
         ends_exactly = template is not None or config.method.exact_end
-        self.blocks_end.np[slot] = end if ends_exactly else last
-        self.block_length.np[slot] = request.block_length
+        self.blocks_end.write(slot, end if ends_exactly else last)
+        self.block_length.write(slot, request.block_length)
         stores_too = config.method.next_block and not config.dedicated_commit
         most = config.block_slots if stores_too else request.max_active_blocks
-        self.max_blocks.np[slot] = most
-        self.end.np[slot] = end
-        self.policy.np[slot] = POLICY_IDS[request.policy]
-        self.steps.np[slot] = request.steps
+        self.max_blocks.write(slot, most)
+        self.end.write(slot, end)
+        self.policy.write(slot, POLICY_IDS[request.policy])
+        self.steps.write(slot, request.steps)
         if params.temperature > 0:
             # Filters of greedy requests; vLLM's own are in force here.
             request = dataclasses.replace(
                 request, top_p=1.0, top_k=0, entropy_temperature=1.0
             )
         numbers = {name: float(getattr(request, name) or 0) for name in COLUMNS}
-        self.numbers.np[slot] = list(numbers.values())
+        self.numbers.write(slot, list(numbers.values()))
         self.asked |= {name for name, number in numbers.items() if number != _off(name)}
-        self._dirty = True
 
     def copy_to_device(self) -> None:
         """Copy what was written since the last call to the device."""
-        if self._dirty:
-            for table in self._tables:
-                table.copy_to_device()
-            self._dirty = False
+        for table in self._tables:
+            table.copy_to_device()
 
     def number(self, name: str, slots: Tensor) -> Tensor:
         """Return one column of `numbers`, float32, for the given slots."""
@@ -206,7 +210,6 @@ class Templates:
         self.tail_start_np = np.full(self.shape[0], NO_LIMIT)
         self.tails: dict[int, tuple[int, ...]] = {}
         self.table: SlotTable | None = None
-        self._dirty = False
 
     def add_request(self, slot: int, template: Template | None, end: int) -> None:
         """Stage the template, if any, of a request that starts at `slot`.
@@ -217,13 +220,11 @@ class Templates:
         if template is None and not self.has_np[slot]:
             return
         if self.table is None:
-            self.table = SlotTable(
-                (self.shape[0], self.shape[1]), torch.bool, self.device
-            )
-        self.has_np[slot], self._dirty = template is not None, True
+            self.table = SlotTable(self.shape, torch.bool, self.device)
+        self.has_np[slot] = template is not None
         self.tail_start_np[slot] = NO_LIMIT
         self.tails.pop(slot, None)
-        self.table.np[slot] = False
+        self.table.write(slot, False)
         if template is not None:
             num_positions = self.shape[1]
             ids = np.array(template.token_ids[:num_positions])
@@ -239,9 +240,8 @@ class Templates:
 
     def copy_to_device(self) -> None:
         """Copy what was staged since the last call to the device."""
-        if self._dirty and self.table is not None:
+        if self.table is not None:
             self.table.copy_to_device()
-            self._dirty = False
 
     def given(self, slots_R: Tensor, place_RX: Tensor) -> Tensor:
         """Return which positions of answers are given, bool ``[R, X]``."""

@@ -7,7 +7,6 @@ tokens in flight. That is the deferral that canvases need, so it is left as it i
 
 import re
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,16 +37,6 @@ IDLE_SECONDS = 0.001
 NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
 
 
-@dataclass
-class GrammarCounts:
-    """Count checked canvases, their steps and seconds, and refused drafts."""
-
-    checks: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    refused: int = 0
-
-
 class GrammarScheduler(AsyncScheduler):
     """Schedule as vLLM does; requests with a grammar are checked as canvases."""
 
@@ -64,7 +53,6 @@ class GrammarScheduler(AsyncScheduler):
         self._prefilled: set[str] = set()
         # Why requests are about to end with an error.
         self._refused: dict[str, str] = {}
-        self.grammar_counts = GrammarCounts()
         self._grammars = Grammars(
             self.structured_output_manager, self.decode_config, self.max_model_len
         )
@@ -133,7 +121,6 @@ class GrammarScheduler(AsyncScheduler):
         """Return checks of the canvases of a step, or None if none of them has a grammar."""
         if not self._with_grammar:
             return None
-        began = time.perf_counter()
         checks: dict[str, tuple[CanvasGrammar, GrammarCheck | RowCheck]] = {}
         for req_id in self._with_grammar & scheduler_output.num_scheduled_tokens.keys():
             request = self.requests[req_id]
@@ -162,11 +149,6 @@ class GrammarScheduler(AsyncScheduler):
             writes = [grammar.state.writes for grammar in grammars]
             words = grammars[0].state.vocabulary.words
             payload = pack_checks(list(checks), found, writes, words)
-        counts = self.grammar_counts
-        counts.checks += len(found)
-        counts.steps += 1
-        counts.seconds += time.perf_counter() - began
-        counts.refused += sum(check.rejected for check in found)
         # Without ids of its own vLLM applies no bitmask.
         return CanvasChecks([], NO_BITS, [], payload, starts)
 

@@ -57,8 +57,7 @@ class Penalties(StepFeature):
         self.req_states = req_states
         self.shape = (num_slots, vocab_size)
         self.numbers = SlotTable((3, num_slots), torch.float32, states.device)
-        self.numbers.np[REPETITION] = NEUTRAL[REPETITION]
-        self._dirty = True
+        self.numbers.write(REPETITION, NEUTRAL[REPETITION])
         self.by_row = states.config.method.verifies
         self.prompt_NV: Tensor | None = None
         self.count_NV: Tensor | None = None
@@ -70,8 +69,7 @@ class Penalties(StepFeature):
         asked = (params.presence_penalty, params.frequency_penalty, repetition)
         if asked == NEUTRAL:
             return False
-        self.numbers.np[:, slot] = asked
-        self._dirty = True
+        self.numbers.write((..., slot), asked)
         if self.count_NV is None:
             device = self.states.device
             self.prompt_NV = torch.zeros(self.shape, dtype=torch.bool, device=device)
@@ -80,14 +78,11 @@ class Penalties(StepFeature):
 
     def remove_request(self, slot: int) -> None:
         """Free the slot's penalties."""
-        self.numbers.np[:, slot] = NEUTRAL
-        self._dirty = True
+        self.numbers.write((..., slot), NEUTRAL)
 
     def apply_staged_writes(self) -> None:
         """Copy staged penalties to the device."""
-        if self._dirty:
-            self.numbers.copy_to_device()
-            self._dirty = False
+        self.numbers.copy_to_device()
 
     def start_step(self, step: DenoisingStep) -> None:
         """Count the texts as they are before the step."""

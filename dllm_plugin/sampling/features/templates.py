@@ -53,7 +53,6 @@ class Targets(StepFeature):
     def __init__(self, states: CanvasStates) -> None:
         super().__init__(states)
         self.table: SlotTable | None = None
-        self._dirty = False
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the targets of a request."""
@@ -63,23 +62,20 @@ class Targets(StepFeature):
         if self.table is None:
             canvas_NC = self.states.canvas_NC
             self.table = SlotTable(canvas_NC.shape, torch.int64, canvas_NC.device)
-            self.table.np.fill(NO_TARGET)
+            self.table.write(..., NO_TARGET)
         places = np.flatnonzero(np.array(asked.template.token_ids) == FILL)
-        self.table.np[slot, places] = asked.targets
-        self._dirty = True
+        self.table.write((slot, places), asked.targets)
         return True
 
     def remove_request(self, slot: int) -> None:
         """Free the slot's targets."""
         assert self.table is not None
-        self.table.np[slot] = NO_TARGET
-        self._dirty = True
+        self.table.write(slot, NO_TARGET)
 
     def apply_staged_writes(self) -> None:
         """Copy staged targets to the device."""
-        if self._dirty and self.table is not None:
+        if self.table is not None:
             self.table.copy_to_device()
-            self._dirty = False
 
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
         """Replace proposals by the targets, which are then scored.

@@ -36,7 +36,6 @@ class ThinkingBudget(StepFeature):
         self.budget = SlotTable(num_slots, torch.int64, states.device)
         self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=states.device)
         states.companions.append(self.ended_N)
-        self._dirty = False
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the budget of a request."""
@@ -44,17 +43,15 @@ class ThinkingBudget(StepFeature):
             self.states.config, params.extra_args, params.max_tokens
         )
         budget, token = asked.max_thinking_tokens, asked.end_think_token_id
-        self.token.np[slot] = NO_TOKEN if budget is None or token is None else token
-        self.budget.np[slot] = budget or 0
-        self._dirty = True
-        return bool(self.token.np[slot] != NO_TOKEN)
+        uses = budget is not None and token is not None
+        self.token.write(slot, token if uses else NO_TOKEN)
+        self.budget.write(slot, budget or 0)
+        return uses
 
     def apply_staged_writes(self) -> None:
         """Copy staged budgets to the device."""
-        if self._dirty:
-            self.token.copy_to_device()
-            self.budget.copy_to_device()
-            self._dirty = False
+        self.token.copy_to_device()
+        self.budget.copy_to_device()
 
     def accept(self, step: DenoisingStep) -> None:
         """Replace the first token of the next block if the budget is spent there."""

@@ -43,9 +43,8 @@ class TokenRules(StepFeature):
         self.vocab_size = vocab_size
         self.num_slots = len(states.open_N)
         self.stop = SlotTable((self.num_slots, MAX_STOPS), torch.int64, states.device)
-        self.stop.np.fill(UNUSED)
+        self.stop.write(..., UNUSED)
         self.stop.copy_to_device()
-        self._dirty = False
         self.min_end = SlotTable(self.num_slots, torch.int64, states.device)
         self.min_tokens_np = np.zeros(self.num_slots, dtype=np.int64)
         self.bias_row = SlotTable(self.num_slots, torch.int64, states.device)
@@ -54,16 +53,14 @@ class TokenRules(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the rules of a request; the states already have its prompt length."""
-        self._dirty = True
         stop_ids = self._stop_ids(params)
-        self.stop.np[slot] = UNUSED
-        self.stop.np[slot, : len(stop_ids)] = stop_ids
+        self.stop.write(slot, UNUSED)
+        self.stop.write((slot, slice(len(stop_ids))), stop_ids)
         self.min_tokens_np[slot] = params.min_tokens
-        self.min_end.np[slot] = (
-            self.states.requests.prompt_len_np[slot] + params.min_tokens
-        )
+        prompt_len = self.states.requests.prompt_len_np[slot]
+        self.min_end.write(slot, prompt_len + params.min_tokens)
         bias = self._bias(params)
-        self.bias_row.np[slot] = 0 if bias is None else slot + 1
+        self.bias_row.write(slot, 0 if bias is None else slot + 1)
         if bias is not None:
             self._new_biases.append((slot + 1, bias))
         return False
@@ -103,10 +100,8 @@ class TokenRules(StepFeature):
 
     def apply_staged_writes(self) -> None:
         """Copy the rules of new requests to the device."""
-        if self._dirty:
-            for tensor in (self.stop, self.min_end, self.bias_row):
-                tensor.copy_to_device()
-            self._dirty = False
+        for table in (self.stop, self.min_end, self.bias_row):
+            table.copy_to_device()
         if self._new_biases:
             device = self.states.device
             if self.bias_MV is None:
