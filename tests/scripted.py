@@ -27,7 +27,7 @@ from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.config.worker_carriers import FINISHED, PREEMPTED, pack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
-from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.sampling.rows import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 
 if current_platform.is_cpu():

@@ -24,7 +24,7 @@ from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
 from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
 from dllm_plugin.models.checkpoints.quantised import check_activation_scales
-from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.sampling.rows import VocabShard
 from dllm_plugin.state.canvas_states import (
     CanvasStates,
     count_canvases,

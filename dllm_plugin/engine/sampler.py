@@ -22,16 +22,20 @@ from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import move_rows
 from dllm_plugin.sampling.canvas_rows import CanvasRows
-from dllm_plugin.sampling.compilation import BACKEND, COMPILED_AT_MOST, compiled
-from dllm_plugin.sampling.decider import Decider
+from dllm_plugin.sampling.decider import Decider, Ranking
 from dllm_plugin.sampling.features.ordered import StepFeatures
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
-from dllm_plugin.sampling.ranking import Ranking
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
-from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.sampling.rows import VocabShard
+from dllm_plugin.sampling.step import (
+    BACKEND,
+    COMPILED_AT_MOST,
+    DenoisingStep,
+    EmittedTokens,
+    compiled,
+)
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 NOT_STORED = -1  # slot of a position whose KV is not stored
@@ -109,7 +113,7 @@ class DiffusionSampler:
     def remove_request(self, slot: int) -> None:
         """Free a slot."""
         self.features.remove_request(slot)
-        self.rows.forget(slot)
+        self.rows.remove_request(slot)
 
     def apply_staged_writes(self) -> None:
         """Copy staged parameters to the device; vLLM's runner calls this in every step."""
@@ -259,7 +263,7 @@ class DiffusionSampler:
 
     def _launch_examples(self, logits: Tensor) -> None:
         """Launch the kernels in all forms that requests may ask for."""
-        carry_NV = self.rows.carry_NV if isinstance(self.rows, CanvasRows) else None
+        carry_NV = self.rows.carry_NV
         with_automata = not no_automata(self.states.config)
         self.proposer.warm_up(logits, carry_NV, with_automata)
         # Penalised rows are float32 copies.

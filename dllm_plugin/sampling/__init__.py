@@ -2,5 +2,5 @@
 
 One step goes through `canvas_rows` or `masked_rows` (which row serves which position), the features
 that its requests use (`features/ordered.py`), `proposer` (a token and its confidence per row),
-`ranking` (a score per position) and `decider` (what is unmasked and committed), in this order.
+and `decider` (a score per position, what is unmasked and committed), in this order.
 """

@@ -19,13 +19,11 @@ from torch import Tensor
 from dllm_plugin.decoding.causal_rows import row_of_position
 from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
-from dllm_plugin.sampling.compilation import allow_any_length
-from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, StepTensors
+from dllm_plugin.sampling.rows import LogitsRows, RowChunk, take_rows
+from dllm_plugin.sampling.step import DenoisingStep, StepTensors, allow_any_length
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
@@ -93,7 +91,7 @@ class CarryUpdate(NamedTuple):
     moved_R: Tensor
 
 
-class CanvasRows:
+class CanvasRows(LogitsRows):
     """Find the rows of all computed canvas positions: nothing has to be known before the forward.
 
     With shifted logits one row is missing, that of the last committed position. It is kept, as the
@@ -114,25 +112,20 @@ class CanvasRows:
 
         No result is needed before the next forward, however many `steps_in_flight`.
         """
-        self.states = states
-        self.plan = plan
+        super().__init__(states, plan)
         self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = (
             self.begin_step
         )
-        self.carry_NV: Tensor | None = None
         self._update: CarryUpdate | None = None
         self._mixed = False
         self.side_stream = SideStream(states.device)
-        num_slots, self.num_positions = states.canvas_NC.shape
-        self.shift = int(states.config.family.logits_shift)
         self.dedicated_commit = states.config.dedicated_commit
         self.causal_commit = states.config.method.causal_commit
         # Rows of causal forwards propose the token after them in any case.
         self.reads_last_row = self.dedicated_commit and not states.config.method.causal
         if self.shift and not self.dedicated_commit:
-            self.carry_NV = torch.zeros(
-                num_slots, width, dtype=dtype, device=states.device
-            )
+            shape = (len(states.canvas_NC), width)
+            self.carry_NV = torch.zeros(shape, dtype=dtype, device=states.device)
 
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the last row of each prefill, too, if it predicts the next token.
@@ -183,17 +176,9 @@ class CanvasRows:
             self._update = CarryUpdate(
                 logits_TV, planned.last_row_R, slots_R, planned.commits_R
             )
-        step = DenoisingStep(
-            slots_R,
-            planned.canvas,
-            planned.plan,
-            planned.source_RC,
-            planned.remaining_R,
-            planned.drafts_R,
-            batch.seq_lens[:canvases],
-            None,
-            planned.last_row_R if self.reads_last_row else None,
-        )
+        tensors = _tensors(slots_R, planned, batch.seq_lens[:canvases])
+        step = DenoisingStep(*tensors)
+        step.last_row_R = planned.last_row_R if self.reads_last_row else None
         step.index_R = torch.arange(canvases, device=self.states.device)
         step.index_np = np.arange(canvases)
         step.slots_np = batch.idx_mapping_np[:canvases]
@@ -213,16 +198,7 @@ class CanvasRows:
         with torch.inference_mode(False):
             # As vLLM's buffer, which it makes before any step: another kind of tensor to compilers.
             seq_lens_R = torch.zeros(count, dtype=torch.int32, device=device)
-        return StepTensors(
-            slots_R,
-            planned.canvas,
-            planned.plan,
-            planned.source_RC,
-            planned.remaining_R,
-            planned.drafts_R,
-            seq_lens_R,
-            None,
-        )
+        return _tensors(slots_R, planned, seq_lens_R)
 
     def begin_step(
         self, slots_R: Tensor, low_R: Tensor, high_R: Tensor
@@ -269,24 +245,6 @@ class CanvasRows:
             has_row_RC &= step.canvas.tokens_RC == self.states.config.mask_token_id
         return has_row_RC
 
-    def num_columns(self, step: DenoisingStep) -> int:
-        """Return how many leading positions of canvases can have a row, as the host knows."""
-        return self.num_positions
-
-    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
-        """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
-        logits_TV = step.chunks[0].logits_XV  # without the rows of prefills
-        rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
-        if self.carry_NV is None:
-            return rows_GV
-        is_carry_G1 = (row_G >= len(logits_TV))[:, None]
-        carry_GV = self.carry_NV[slot_G].to(rows_GV.dtype)
-        return torch.where(is_carry_G1, carry_GV, rows_GV)
-
-    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of canvases, and the carry rows by slot, which count after them."""
-        return step.chunks[0].logits_XV, self.carry_NV
-
     def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
         """Replace the plan of a step; the row that is stored or read after it moves along."""
         committed_R = plan.num_committed_R.clamp_min(1)
@@ -309,15 +267,6 @@ class CanvasRows:
             logits_TV, from_R, slots_R, moved_R = update
             move = move_rows if self.carry_NV.is_cuda else move_rows_reference
             move(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
-
-    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
-        """Do nothing: every canvas position has a row, masked or not."""
-
-    def add_request(self, slot: int, params: "SamplingParams") -> None:
-        """Do nothing: all requests have the same rows."""
-
-    def forget(self, slot: int) -> None:
-        """Do nothing: a carry row is written before it is read."""
 
     def _chunks(
         self,
@@ -364,9 +313,24 @@ class CanvasRows:
         # There is no device to wait for, so rows that propose for nothing are left out.
         wanted_RC = planned.plan.candidates_RC | planned.plan.editable_RC
         wanted = planned.source_RC[wanted_RC]
-        for rows, logits, source, slots, offsets, shift, _, owner, _ in chunks:
-            chosen = torch.isin(rows, wanted).nonzero().squeeze(1)
-            source = chosen if source is None else source[chosen]
+        for chunk in chunks:
+            chosen = torch.isin(chunk.rows_T, wanted).nonzero().squeeze(1)
+            owner = chunk.owner_np
             owner = None if owner is None else owner[chosen.numpy()]
-            places = (slots[chosen], offsets[chosen])
-            yield RowChunk(rows[chosen], logits, source, *places, shift, None, owner)
+            yield take_rows(chunk, chosen)._replace(owner_np=owner)
+
+
+def _tensors(
+    slots_R: Tensor, planned: PlannedCanvases, seq_lens_R: Tensor
+) -> StepTensors:
+    """Return the tensors of a planned step."""
+    return StepTensors(
+        slots_R,
+        planned.canvas,
+        planned.plan,
+        planned.source_RC,
+        planned.remaining_R,
+        planned.drafts_R,
+        seq_lens_R,
+        None,
+    )

@@ -13,11 +13,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.full_attention import without_void
 from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
-from dllm_plugin.sampling.compilation import allow_any_length
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.mask_counts import MaskCounts
-from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, StepTensors
+from dllm_plugin.sampling.rows import LogitsRows, RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, StepTensors, allow_any_length
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class HostRows(NamedTuple):
     first_row: np.ndarray
 
 
-class MaskedRows:
+class MaskedRows(LogitsRows):
     """Find the rows of the masked positions of each current block: no other ones become logits.
 
     The host does not know which they are, and how many only at most. Rows that it counted and
@@ -84,12 +83,10 @@ class MaskedRows:
         steps_in_flight: int = 0,
     ) -> None:
         """Make the counts; the arguments are those of CanvasRows."""
-        self.states = states
-        self.plan = plan
+        super().__init__(states, plan)
         self.begin: Callable[[Tensor], PlannedBlocks] = self.begin_step
-        num_slots, self.num_positions = states.canvas_NC.shape
+        num_slots = len(states.canvas_NC)
         self.counts = MaskCounts(num_slots, steps_in_flight)
-        self.shift = int(states.config.family.logits_shift)
         self._step: DenoisingStep | None = None
         self._guided: GuidedRows | None = None
         self._starts_np = np.zeros(0, dtype=np.int64)
@@ -123,22 +120,16 @@ class MaskedRows:
         if self.states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
         self._starts_np = rows.starts_np
-        self._step = step = DenoisingStep(
-            planned.slots_R,
-            planned.canvas,
-            planned.plan,
-            planned.source_RC,
-            planned.remaining_R,
-            planned.drafts_R,
-            # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
-            batch.seq_lens[planned.index_R],
-            planned.refresh_R,
-        )
+        # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
+        tensors = _tensors(planned, batch.seq_lens[planned.index_R])
+        self._step = step = DenoisingStep(*tensors)
         step.index_R, step.index_np, step.slots_np = planned.index_R, index_np, slots_np
         step.before_np = rows.starts_np
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
-        owner_np = request_T if mixed else None
-        step.chunks = [self._without_logits(slot_T, place_T, owner_np)]
+        # One chunk, which `read` gives its logits.
+        rows_T, place_T = self._rows_X[:num_rows], place_T.to(torch.int32)
+        chunk = RowChunk(rows_T, self._nothing_T0, None, slot_T, place_T, 0)
+        step.chunks = [chunk._replace(owner_np=request_T if mixed else None)]
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows; those of a request follow those of the request before it."""
@@ -233,16 +224,7 @@ class MaskedRows:
         )
         allow_any_length(known_RK)
         planned = self.begin(known_RK)
-        return StepTensors(
-            planned.slots_R,
-            planned.canvas,
-            planned.plan,
-            planned.source_RC,
-            planned.remaining_R,
-            planned.drafts_R,
-            planned.index_R.new_zeros(count, dtype=torch.int32),
-            planned.refresh_R,
-        )
+        return _tensors(planned, planned.index_R.to(torch.int32))
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
@@ -266,13 +248,6 @@ class MaskedRows:
         self._hide_context(batch, hidden)
         return torch.cat([row_T, row_T[place] + distance_G])
 
-    def _without_logits(
-        self, slot_T: Tensor, place_T: Tensor, owner_np: np.ndarray | None
-    ) -> RowChunk:
-        """Return the rows of a step as one chunk that `read` gives its logits."""
-        rows_T, places = self._rows_X[: len(slot_T)], (slot_T, place_T.to(torch.int32))
-        return RowChunk(rows_T, self._nothing_T0, None, *places, 0, None, owner_np)
-
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:
         """Mask in unconditional requests the context of the conditional requests."""
         assert batch.num_draft_tokens_per_req is not None
@@ -289,7 +264,7 @@ class MaskedRows:
         """Store whether the masks of a slot's request may become more."""
         self.counts.grows_np[slot] = params.structured_outputs is not None
 
-    def forget(self, slot: int) -> None:
+    def remove_request(self, slot: int) -> None:
         """Free a slot."""
         self.counts.forget(slot)
 
@@ -312,18 +287,16 @@ class MaskedRows:
         longest = int(self.states.requests.block_length.np[step.slots_np].max())
         return min(longest, self.num_positions)
 
-    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
-        """Return some rows of the step, ``[G, V]``, guided ones as they are combined."""
-        rows_TV = step.chunks[0].logits_XV
-        return rows_TV[row_G.clamp_max(len(rows_TV) - 1)]
 
-    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of masked positions; there are no others."""
-        return step.chunks[0].logits_XV, None
-
-    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Replace the plan of a step."""
-        step.plan = plan
-
-    def keep_carry_rows(self) -> None:
-        """Do nothing: a refresh computes the row that a shifted model needs."""
+def _tensors(planned: PlannedBlocks, seq_lens_R: Tensor) -> StepTensors:
+    """Return the tensors of a planned step."""
+    return StepTensors(
+        planned.slots_R,
+        planned.canvas,
+        planned.plan,
+        planned.source_RC,
+        planned.remaining_R,
+        planned.drafts_R,
+        seq_lens_R,
+        planned.refresh_R,
+    )

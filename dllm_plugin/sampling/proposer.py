@@ -25,13 +25,18 @@ from dllm_plugin.kernels.confidence.reference import (
     RowSampling,
     RowStats,
 )
+from dllm_plugin.sampling.decider import StepPolicies
 from dllm_plugin.sampling.features.feature import COPIED, ONCE, SCORED, StepFeature
 from dllm_plugin.sampling.features.token_rules import EosBans, TokenRules
 from dllm_plugin.sampling.filters import Filters, TopFilter
-from dllm_plugin.sampling.ranking import StepPolicies
-from dllm_plugin.sampling.rows import RowChunk, scatter_rows, split_rows, take_rows
+from dllm_plugin.sampling.rows import (
+    RowChunk,
+    VocabShard,
+    rows_of,
+    scatter_rows,
+    split_rows,
+)
 from dllm_plugin.sampling.step import DenoisingStep
-from dllm_plugin.sampling.vocab_parallel import VocabShard
 from dllm_plugin.state.canvas_states import CanvasStates
 
 NO_MASK = -1  # the mask id of rows in which it is banned already
@@ -122,7 +127,7 @@ class Proposer:
             mine = slots_np[mine_np]
             wanted = self._wanted(mine, way, want_ranking, features, None)
             for chunk in chunks:
-                taken = chunk if mine_np.all() else take_rows(chunk, mine_np)
+                taken = chunk if mine_np.all() else rows_of(chunk, mine_np)
                 # From copies if the request needs them, or if a grammar bans most ids.
                 is_copied = way != ONCE or chunk.allowed_TW is not None
                 propose_chunk = self._from_copies if is_copied else self._from_logits

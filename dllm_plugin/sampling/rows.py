@@ -7,14 +7,26 @@ and may change which hidden states become logits; their `read` runs after it. Sh
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
+from dllm_plugin.decoding.plan import PlanFunction, StepPlan
+from dllm_plugin.kernels.confidence.reference import Columns
+from dllm_plugin.state.canvas_states import CanvasStates
+
+if TYPE_CHECKING:
+    from dllm_plugin.sampling.step import DenoisingStep
 
 
 class RowChunk(NamedTuple):
@@ -42,6 +54,57 @@ class RowChunk(NamedTuple):
     token_T: Tensor | None = None
 
 
+class LogitsRows:
+    """Find the logits rows of a step: the base of the two ways to do so.
+
+    carry_NV  rows of the last forward of a slot that this step reads; None if there are none
+    """
+
+    def __init__(self, states: CanvasStates, plan: PlanFunction) -> None:
+        self.states = states
+        self.plan = plan
+        self.num_positions = states.canvas_NC.shape[1]
+        self.shift = int(states.config.family.logits_shift)
+        self.carry_NV: Tensor | None = None
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Stage a request."""
+
+    def remove_request(self, slot: int) -> None:
+        """Free a slot."""
+
+    def has_row(self, step: "DenoisingStep") -> Tensor:
+        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
+        raise NotImplementedError
+
+    def num_columns(self, step: "DenoisingStep") -> int:
+        """Return how many leading positions of canvases can have a row, as the host knows."""
+        return self.num_positions
+
+    def gather(self, step: "DenoisingStep", row_G: Tensor, slot_G: Tensor) -> Tensor:
+        """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
+        logits_TV, carry_NV = self.sources(step)
+        rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
+        if carry_NV is None:
+            return rows_GV
+        is_carry_G1 = (row_G >= len(logits_TV))[:, None]
+        return torch.where(is_carry_G1, carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
+
+    def sources(self, step: "DenoisingStep") -> tuple[Tensor, Tensor | None]:
+        """Return the logits of canvases, and the carry rows by slot, which count after them."""
+        return step.chunks[0].logits_XV, self.carry_NV  # without the rows of prefills
+
+    def replan(self, step: "DenoisingStep", plan: StepPlan) -> None:
+        """Replace the plan of a step."""
+        step.plan = plan
+
+    def keep_carry_rows(self) -> None:
+        """Store the rows of this step that the next steps read."""
+
+    def keep_counts(self, step: "DenoisingStep", left_R: Tensor | None) -> None:
+        """Record how many masks the step has left in each block."""
+
+
 def scatter_rows(
     values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int
 ) -> Tensor:
@@ -54,34 +117,87 @@ def scatter_rows(
 
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
     """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
-    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
-    most = rows_at_once(CHUNK_ROWS, logits_XV.shape[1])
-    for low in range(0, max(len(rows_T), 1), most):
+    most = rows_at_once(CHUNK_ROWS, chunk.logits_XV.shape[1])
+    for low in range(0, max(len(chunk.rows_T), 1), most):
         cut = slice(low, low + most)
-        if source_T is None:
-            logits, source = logits_XV[cut], None
+        if chunk.source_T is None:
+            yield _only(chunk, cut, chunk.logits_XV[cut], None)
         else:
-            logits, source = logits_XV, source_T[cut]
-        allowed = None if allowed_TW is None else allowed_TW[cut]
-        token = None if token_T is None else token_T[cut]
-        places = slot_T[cut], offset_T[cut]
-        yield RowChunk(
-            rows_T[cut], logits, source, *places, shift, allowed, token_T=token
-        )
+            yield _only(chunk, cut, chunk.logits_XV, chunk.source_T[cut])
 
 
-def take_rows(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
+def take_rows(chunk: RowChunk, index: Tensor) -> RowChunk:
+    """Return some rows of a chunk, int64."""
+    source_T = index if chunk.source_T is None else chunk.source_T[index]
+    return _only(chunk, index, chunk.logits_XV, source_T)
+
+
+def _only(
+    chunk: RowChunk, which: Any, logits_XV: Tensor, source_T: Tensor | None
+) -> RowChunk:
+    """Return some rows of a chunk, which now lie elsewhere, without their owners."""
+    allowed_TW, token_T = chunk.allowed_TW, chunk.token_T
+    return RowChunk(
+        chunk.rows_T[which],
+        logits_XV,
+        source_T,
+        chunk.slot_T[which],
+        chunk.offset_T[which],
+        chunk.shift,
+        None if allowed_TW is None else allowed_TW[which],
+        None,
+        None if token_T is None else token_T[which],
+    )
+
+
+def rows_of(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
     """Return the rows of the wanted requests, bool per request of the step."""
     assert chunk.owner_np is not None, (
         "a step of requests that differ knows whose its rows are"
     )
     index_np = np.flatnonzero(wanted_np[chunk.owner_np])
-    index = async_tensor_h2d(index_np, device=chunk.rows_T.device)
-    rows_T, logits_XV, source_T, slot_T, offset_T, shift, allowed_TW, _, token_T = chunk
-    source = index if source_T is None else source_T[index]
-    allowed = None if allowed_TW is None else allowed_TW[index]
-    token = None if token_T is None else token_T[index]
-    places = slot_T[index], offset_T[index]
-    return RowChunk(
-        rows_T[index], logits_XV, source, *places, shift, allowed, token_T=token
-    )
+    return take_rows(chunk, async_tensor_h2d(index_np, device=chunk.rows_T.device))
+
+
+class VocabShard:
+    """Decide from this rank's columns of the logits: tensor parallelism with `vocab_parallel`.
+
+    Each rank has columns ``[rank * width, (rank + 1) * width)``; the last of them may be padding.
+    The option is the default of several ranks. vLLM gathers whole rows on every rank; here a rank
+    keeps the columns that its share of the LM head computes. The kernel that reads the logits cuts
+    each row into partials anyway: each rank makes those of its own columns, one gather brings every
+    rank the partials of all, and all ranks merge them in the same order, so that they decide alike.
+    Carry rows and guidance stay within a rank's columns, too; whole rows are gathered only if
+    float32 copies are made. vLLM's own ``skip_gather`` makes this possible. Nobody but our sampler
+    reads logits then, so grammars and ``prompt_logprobs`` are refused.
+
+    Every rank makes the same calls in the same order, since all of them know the same requests.
+    """
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        self.width = width
+        first = get_tensor_model_parallel_rank() * width
+        self.columns = Columns(
+            first, vocab_size, get_tensor_model_parallel_world_size()
+        )
+
+    def gather_partials(self, partials_KTP: Tensor) -> Tensor:
+        """Return the partials of all ranks, in the order of their columns.
+
+        float64 ``[K, T, P] -> [S, K, T, P]``.
+        """
+        if not partials_KTP.numel():
+            return partials_KTP[None]  # vLLM's gather on CPUs dies on an empty tensor
+        # Its bits as float32, which is what that gather copies; copying is all it does.
+        gathered = tensor_model_parallel_all_gather(
+            partials_KTP.view(torch.float32), dim=0
+        )
+        return gathered.view(torch.float64).unflatten(
+            0, (self.columns.shards, len(partials_KTP))
+        )
+
+    def gather_rows(self, logits_TV: Tensor) -> Tensor:
+        """Return whole rows, ``[T, width] -> [T, V]``."""
+        if not len(logits_TV):
+            return logits_TV.new_empty(0, self.columns.vocab_size)
+        return tensor_model_parallel_all_gather(logits_TV)[:, : self.columns.vocab_size]

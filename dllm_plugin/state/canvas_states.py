@@ -69,21 +69,18 @@ class CanvasStates:
         self.device = draft_tokens_NC.device
         self.model_config = model_config
         num_slots = draft_tokens_NC.shape[0]
-        blocks = config.block_slots
 
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_slots, dtype=dtype, device=self.device)
+        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
+            return torch.zeros(num_slots, *width, dtype=dtype, device=self.device)
 
-        self.open_N = zeros(torch.int32)
-        self.full_NS = torch.zeros(
-            num_slots, blocks, dtype=torch.bool, device=self.device
-        )
-        self.saw_stop_N = zeros(torch.bool)
+        self.start_N = zeros(torch.int64)
         self.ended_N = zeros(torch.bool)
+        self.tail_N = zeros(torch.int32)
+        self.open_N = zeros(torch.int32)
+        self.full_NS = zeros(torch.bool, config.block_slots)
+        self.saw_stop_N = zeros(torch.bool)
         self.block_step_N = zeros(torch.int32)
         self.step_N = zeros(torch.int64)
-        self.start_N = zeros(torch.int64)
-        self.tail_N = zeros(torch.int32)
         self.post_step_N = zeros(torch.int32)
         self.cached_N = zeros(torch.bool)
 
@@ -118,15 +115,22 @@ class CanvasStates:
             self.start_N,
             self.ended_N,
             self.canvas_NC,
+            self.tail_N,
+            *self._progress,
+            *self.companions,
+        )
+
+    @property
+    def _progress(self) -> tuple[Tensor, ...]:
+        """Return the tables of a block's progress, which a block begins at zero."""
+        return (
             self.open_N,
             self.full_NS,
             self.saw_stop_N,
             self.block_step_N,
             self.step_N,
-            self.tail_N,
             self.post_step_N,
             self.cached_N,
-            *self.companions,
         )
 
     def add_request(self, slot: int, data: "NewRequestData") -> None:
@@ -139,9 +143,7 @@ class CanvasStates:
         assert params.max_tokens is not None
         end = min(prompt_len + params.max_tokens, self.max_model_len)
         template = request.template
-        self.requests.fill(
-            slot, prompt_len, end, request, params, self.max_model_len, template
-        )
+        self.requests.fill(slot, prompt_len, end, request, params, self.max_model_len)
         self.templates.add_request(slot, template, end)
         self.early_text_np[slot] = request.early_text
         self.req_id_to_slot[str(data.req_id)] = slot
@@ -185,17 +187,11 @@ class CanvasStates:
 
     def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Reset the block, but keep its leading tokens: they were sent."""
-        # Where the block starts, and tables that move with the canvas and describe its tokens.
-        stays = (self.start_N, self.ended_N, self.tail_N, *self.companions)
-        kept = []
-        for table, row in zip(self._rows, rows, strict=True):
-            if table is self.canvas_NC:
-                mask_id = self.config.mask_token_id
-                row = row.where((row != mask_id).cumprod(dim=0) > 0, mask_id)
-            elif not any(table is other for other in stays):
-                row = torch.zeros_like(row)
-            kept.append(row)
-        return tuple(kept)
+        start, ended, canvas, tail, *others = rows
+        mask_id, count = self.config.mask_token_id, len(self._progress)
+        canvas = canvas.where((canvas != mask_id).cumprod(dim=0) > 0, mask_id)
+        progress = map(torch.zeros_like, others[:count])
+        return start, ended, canvas, tail, *progress, *others[count:]
 
     def apply_staged_writes(self) -> None:
         """Copy what `add_request` staged to the device."""

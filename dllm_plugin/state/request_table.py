@@ -107,10 +107,9 @@ class RequestTable:
         request: RequestArguments,
         params: "SamplingParams",
         context: int,
-        template: Template | None = None,
     ) -> None:
         """Write the row of a request; `copy_to_device` brings it to the device."""
-        config = self.config
+        config, template = self.config, request.template
         self.prompt_len_np[slot] = prompt_len
         self.refreshes_vary |= request.full_refresh_every != 1
         # Where blocks are counted from: some models were trained on multiples of their length.

@@ -10,7 +10,7 @@ from full_jobs import DECODERS, Decoder
 from mixed import Counted, fresh_compiler
 from test_full_goldens import check, wish_for
 
-from dllm_plugin.sampling.ranking import USUAL
+from dllm_plugin.sampling.decider import USUAL
 
 pytestmark = pytest.mark.slow
 

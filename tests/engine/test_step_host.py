@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dllm_plugin.engine.scheduling import refresh_scheduler
 from dllm_plugin.sampling import masked_rows
-from dllm_plugin.sampling.compilation import WARMUP_REQUESTS, compiled
+from dllm_plugin.sampling.step import WARMUP_REQUESTS, compiled
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_plugin.kernels.confidence.reference import Columns
-from dllm_plugin.sampling.vocab_parallel import VocabShard
+from dllm_plugin.sampling.rows import VocabShard
 
 D2F = {
     "strategy": "d2f",

@@ -27,10 +27,10 @@ from dllm_plugin.kernels.automaton.reference import (
     Tables,
 )
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
-from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
+from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.rows import LogitsRows, RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 

@@ -4,13 +4,13 @@ The verbs are those of the samplers of vLLM; the moments are those of a denoisin
 letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
@@ -21,25 +21,6 @@ if TYPE_CHECKING:
 
 # How rows of a request are read: once, from float32 copies, or from copies that are scored, too.
 ONCE, COPIED, SCORED = range(3)
-
-
-class LogitsRows(Protocol):
-    """Describe what features ask of the two ways to find logits rows."""
-
-    def has_row(self, step: DenoisingStep) -> Tensor:
-        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
-
-    def num_columns(self, step: DenoisingStep) -> int:
-        """Return how many leading positions of canvases can have a row, as the host knows."""
-
-    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
-        """Return some rows of the step, ``[G, V]``."""
-
-    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor whose rows positions count, and the carry rows by slot after them."""
-
-    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
-        """Replace the plan of a step."""
 
 
 class StepFeature:

@@ -1,6 +1,6 @@
-"""Apply checks of grammars to a step: its plan, one more logits row, and prefilled canvases.
+"""Apply checks of grammars to a step: its plan, more logits rows, and prefilled canvases.
 
-Shape letters as in :mod:`dllm_plugin.grammar.step`; N slots.
+Shape letters as in :mod:`dllm_plugin.grammar.step`; N slots, X restricted rows.
 """
 
 from typing import TYPE_CHECKING
@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from dllm_plugin.decoding.plan import replaced
 from dllm_plugin.grammar.step import (
     NO_ID,
     NUM_NUMBERS,
     Checks,
     Constraint,
     GrammarPayload,
+    RowsPayload,
     constrain,
     fix_stop,
     take_frontier,
 )
-from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
+from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.rows import LogitsRows, RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 NO_ROW = -1
+REFUSED = -1  # no id: a draft that no proposal repeats
 
 
 class StagedChecks(StepFeature):
@@ -71,33 +74,49 @@ class StagedChecks(StepFeature):
             step.canvas, step.plan, has_row_RC, checks, mask_id, causal
         )
         rows.replan(step, plan)
-        if len(rows.sources(step)[0]):
-            self._add_rows(step, checks, self._constraint)
+        if not len(rows.sources(step)[0]):
+            return
+        row_G, last = checks.row_G, step.canvas.tokens_RC.shape[1] - 1
+        tail_G = step.canvas.tail_R[row_G].to(torch.int64)
+        place_G = (tail_G + checks.front_G).clamp_max(last)
+        is_front_G = self._constraint.front_RC[row_G, place_G]
+        owner_np = self._index(step.slots_np)
+        owner_np = owner_np[owner_np != NO_ROW]
+        where = row_G, place_G
+        self._add_rows(step, where, checks.allowed_GW, owner_np, is_front_G)
 
     def _add_rows(
-        self, step: DenoisingStep, checks: Checks, constraint: Constraint
+        self,
+        step: DenoisingStep,
+        where: tuple[Tensor, Tensor],
+        allowed_XW: Tensor,
+        owner_np: np.ndarray,
+        serves_X: Tensor | None = None,
     ) -> None:
-        """Add a row for each frontier, of the ids that its grammar allows."""
-        canvas, row_G = step.canvas, checks.row_G
-        slot_G = step.slots_R[row_G]
-        tail_G = canvas.tail_R[row_G].to(torch.int64)
-        place_G = (tail_G + checks.front_G).clamp_max(canvas.tokens_RC.shape[1] - 1)
-        source_G = step.source_RC[row_G, place_G]
-        rows_G = step.num_rows + torch.arange(len(row_G), device=row_G.device)
+        """Add rows of the ids that grammars allow.
+
+        Args:
+            where: request of the step and canvas position of each row, int64 ``[X]``.
+            owner_np: that request on the host.
+            serves_X: bool, its position takes its token from this row; None: all do.
+        """
+        row_X, place_X = where
+        slot_X, source_X = step.slots_R[row_X], step.source_RC[where]
+        rows_X = step.num_rows + torch.arange(len(row_X), device=row_X.device)
         chunk = RowChunk(
-            rows_G,
-            self.rows.gather(step, source_G, slot_G),
+            rows_X,
+            self.rows.gather(step, source_X, slot_X),
             None,
-            slot_G,
-            place_G.to(torch.int32),
+            slot_X,
+            place_X.to(torch.int32),
             0,
-            checks.allowed_GW,
-            self._places(step.slots_np),
+            allowed_XW,
+            owner_np,
         )
-        is_front_G = constraint.front_RC[row_G, place_G]
-        rows_G = torch.where(is_front_G, rows_G, source_G)
-        step.source_RC = step.source_RC.index_put((row_G, place_G), rows_G)
-        step.num_rows += len(row_G)
+        if serves_X is not None:
+            rows_X = torch.where(serves_X, rows_X, source_X)
+        step.source_RC = step.source_RC.index_put(where, rows_X)
+        step.num_rows += len(row_X)
         step.chunks = [*step.chunks, chunk]
 
     def restrict(self, step: DenoisingStep) -> None:
@@ -116,24 +135,23 @@ class StagedChecks(StepFeature):
         self.write_prefilled(batch.idx_mapping_np[prefills])
         return emitted
 
-    def _places(self, slots_np: np.ndarray) -> np.ndarray:
-        """Return the places of requests with checks among the slots of a step."""
+    def _index(self, slots_np: np.ndarray) -> np.ndarray:
+        """Return the place in a batch of each request with checks, NO_ROW if it has none."""
         row_N = np.full(len(self.states.open_N), NO_ROW, dtype=np.int64)
         row_N[slots_np] = np.arange(len(slots_np))
-        rows = row_N[self.slots_np]
-        return rows[rows != NO_ROW]
+        return row_N[self.slots_np]
 
     def _found(self, slots_np: np.ndarray) -> Checks | None:
         """Return the checks of the requests in a step, on the device."""
         payload = self.payload
         if payload is None:
             return None
-        here, rows = np.isin(self.slots_np, slots_np), self._places(slots_np)
+        index = self._index(slots_np)
+        here = index != NO_ROW
         if not here.any():
             return None
-        whole = np.concatenate(
-            [rows[:, None], payload.numbers_GN[here], payload.known_GK[here]], axis=1
-        )
+        columns = index[:, None], payload.numbers_GN, payload.known_GK
+        whole = np.concatenate(columns, axis=1)[here]
         staged = async_tensor_h2d(whole, device=self.states.device)
         row_G, settled_G, front_G, *numbers = staged[:, : 1 + NUM_NUMBERS].unbind(1)
         known_GK = staged[:, 1 + NUM_NUMBERS :]
@@ -173,3 +191,96 @@ class StagedChecks(StepFeature):
         write_GC = (tokens_GC == self.mask_id) & (known_GC != NO_ID)
         write_GC &= checks.writes_G[:, None]
         canvas_NC[slots_G] = torch.where(write_GC, known_GC, tokens_GC)
+
+
+class VerifiedRows(StagedChecks):
+    """Restrict the rows of causal forwards, and keep no draft that a grammar refuses."""
+
+    payload: RowsPayload | None  # type: ignore[assignment]
+
+    def start_step(self, step: DenoisingStep) -> None:
+        """Add a restricted row for each place that a grammar knows."""
+        owner_np, keep_np = self._owners(step.slots_np)
+        if not len(owner_np):
+            return
+        row_X, place_X, allowed_XW = self._rows(owner_np, keep_np)
+        self._add_rows(step, (row_X, place_X), allowed_XW, owner_np)
+
+    def restrict(self, step: DenoisingStep) -> None:
+        """Refuse the draft after the settled ids."""
+        row_G, settled_G, _ = self._decisions(step.slots_np)
+        canvas = step.canvas
+        tokens_GC = canvas.tokens_RC[row_G]
+        position_C = torch.arange(tokens_GC.shape[1], device=row_G.device)
+        refused_GC = (position_C == settled_G[:, None]) & (position_C > 0)
+        refused_GC &= (tokens_GC != self.mask_id) & ~canvas.ended_R[row_G][:, None]
+        if self.states.config.method.causal_commit:
+            # Nothing is verified by the forward that drafts.
+            refused_GC &= (step.plan.num_stored_R[row_G] > 0)[:, None]
+        tokens_GC = tokens_GC.masked_fill(refused_GC, REFUSED)
+        tokens_RC = canvas.tokens_RC.index_copy(0, row_G, tokens_GC)
+        step.canvas = canvas._replace(tokens_RC=tokens_RC)
+
+    def accept(self, step: DenoisingStep) -> None:
+        """Take nothing of a step whose first id is not settled; replace that id."""
+        row_G, settled_G, forced_G = self._decisions(step.slots_np)
+        canvas, plan = step.canvas, step.plan
+        void_R = torch.zeros_like(canvas.ended_R)
+        void_R = void_R.index_copy(0, row_G, settled_G == 0) & ~canvas.ended_R
+        first_G = forced_G.where(forced_G != NO_ID, canvas.tokens_RC[row_G, 0])
+        first_R = canvas.tokens_RC[:, 0].index_copy(0, row_G, first_G)
+        tokens_RC = canvas.tokens_RC.masked_fill(void_R[:, None], self.mask_id)
+        tokens_RC[:, 0] = first_R.where(void_R, tokens_RC[:, 0])
+        step.canvas = canvas._replace(tokens_RC=tokens_RC)
+        step.plan = replaced(
+            plan,
+            num_stored_R=plan.num_stored_R.masked_fill(void_R, 0),
+            num_committed_R=plan.num_committed_R.masked_fill(void_R, 0),
+            fixed_R=plan.fixed_R.masked_fill(void_R, 1),
+        )
+        step.unmask_RC = step.unmask_RC & ~void_R[:, None]
+
+    def finish_batch(
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
+    ) -> EmittedTokens:
+        """Write nothing: a grammar restricts the first token of a text, too."""
+        return emitted
+
+    def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:
+        """Return which ids may be first tokens of texts, int32 ``[R, W]``; None if any may."""
+        owner_np, keep_np = self._owners(slots_np)
+        if not len(owner_np):
+            return None
+        row_X, _, allowed_XW = self._rows(owner_np, keep_np)
+        every_RW = allowed_XW.new_full((len(slots_np), allowed_XW.shape[1]), -1)
+        return every_RW.index_copy(0, row_X, allowed_XW)
+
+    def _owners(self, slots_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the place in a batch of the owner of each row, and which rows those are."""
+        if self.payload is None:
+            nothing_np = np.zeros(0, dtype=np.int64)
+            return nothing_np, nothing_np
+        owner_np = self._index(slots_np)[self.payload.owner_X]
+        keep_np = np.flatnonzero(owner_np != NO_ROW)
+        return owner_np[keep_np], keep_np
+
+    def _rows(
+        self, owner_np: np.ndarray, keep_np: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return place in the batch, canvas position and allowed ids of rows, on the device."""
+        assert self.payload is not None
+        device = self.states.device
+        staged = np.stack([owner_np, self.payload.place_X[keep_np]])
+        row_X, place_X = async_tensor_h2d(staged, device=device)
+        allowed_np = self.payload.allowed_XW[keep_np]
+        return row_X, place_X, async_tensor_h2d(allowed_np, device=device)
+
+    def _decisions(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row, settled count and forced id of the step's requests, on the device."""
+        payload = self.payload
+        assert payload is not None
+        row_np = self._index(slots_np)
+        columns = np.stack([row_np, payload.settled_G, payload.forced_G])
+        staged = columns[:, row_np != NO_ROW]
+        row_G, settled_G, forced_G = async_tensor_h2d(staged, device=self.states.device)
+        return row_G, settled_G, forced_G

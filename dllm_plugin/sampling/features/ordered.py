@@ -14,21 +14,20 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
-from dllm_plugin.sampling.features.feature import LogitsRows, StepFeature
+from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.first_token import (
     FirstTokenAfterPrompt,
     FirstTokenDecoder,
 )
-from dllm_plugin.sampling.features.grammars import StagedChecks
+from dllm_plugin.sampling.features.grammars import StagedChecks, VerifiedRows
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.structure import StructureEdits
 from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.features.verified_rows import VerifiedRows
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
-from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.rows import LogitsRows, RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
 
 
