@@ -29,6 +29,7 @@ from dllm_plugin.config.cpu_dtype import (
 )
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models.checkpoints.weights import count_parameters
 from dllm_plugin.models.config_bases import DiffusionConfig
 from dllm_plugin.models.configs import ADOPTED, CONFIGS, adopt
 
@@ -127,52 +128,46 @@ def close(model_config: ModelConfig) -> None:
         model_config.dtype = mark.dtype
 
 
-def resolve_dtype(vllm_config: VllmConfig, parameters: int | None) -> str | None:
-    """Set an open dtype; return the reason, or None if vLLM's dtype stays.
-
-    `parameters`: number of parameters of the checkpoint, None if unknown.
-    """
+def resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
+    """Set an open dtype; return the reason, if any, as an entry of additional_config."""
     model_config = vllm_config.model_config
     if not model_config.hf_config.dtype_left_open:
-        return None
+        return {}
+    parameters = count_parameters(model_config.model, model_config.revision)
     choice = _choose(vllm_config, parameters)
     model_config.dtype = choice.dtype
     if choice.dtype == torch.float32:
         logger.info(choice.line)
     else:
         logger.warning(choice.line)
-    return choice.reason
+    return {REASON: choice.reason}
 
 
 def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
+    """Choose a dtype; `parameters`: those of the checkpoint, None if unknown."""
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     nodes = get_visible_memory_node()
     workers = ranks * max(1, parallel.data_parallel_size_local)
+
+    def spread(size: int) -> int:
+        return per_node(size, workers, ranks, len(nodes))
+
     arch, cache = model_config.model_arch_config, vllm_config.cache_config
     token = 2 * arch.total_num_hidden_layers * arch.total_num_kv_heads * arch.head_size
     asked = cache.kv_cache_memory_bytes
     memory = Memory(
         total=min(get_memory_node_info(node).total_memory for node in nodes),
         share=cache.gpu_memory_utilization,
-        kv_asked=None
-        if asked is None
-        else per_node(asked * ranks, workers, ranks, len(nodes)),
-        kv_least=per_node(
-            token * FLOAT32_BYTES * model_config.max_model_len,
-            workers,
-            ranks,
-            len(nodes),
-        ),
+        kv_asked=None if asked is None else spread(asked * ranks),
+        kv_least=spread(token * FLOAT32_BYTES * model_config.max_model_len),
     )
     fixed_by = None
     if model_config.quantization is not None or arch.quantization_config is not None:
         fixed_by = "its weights are quantised"
     elif cache.cache_dtype not in ("auto", "float32"):
         fixed_by = f"kv_cache_dtype is {cache.cache_dtype}"
-    weights = None
-    if parameters is not None:
-        weights = per_node(parameters * FLOAT32_BYTES, workers, ranks, len(nodes))
+    weights = None if parameters is None else spread(parameters * FLOAT32_BYTES)
     dtype = model_config.dtype
     assert isinstance(dtype, torch.dtype), (
         "vLLM resolves names before it calls our hook"

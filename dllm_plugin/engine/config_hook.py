@@ -198,7 +198,7 @@ def _check(
 def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Set vLLM's options for diffusion decoding, and store ours for every process."""
     model_config = vllm_config.model_config
-    reason = _resolve_dtype(vllm_config)
+    reason = auto_dtype.resolve_dtype(vllm_config)
     _choose_compilation(vllm_config)
     vllm_config.__class__ = DiffusionVllmConfig
     vllm_config.additional_config = {
@@ -301,16 +301,6 @@ def _warn_of_clipped_keys(vllm_config: VllmConfig) -> None:
             asked,
             model_config.model,
         )
-
-
-def _resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
-    """Resolve an open dtype; return the reason as an entry of additional_config."""
-    model_config = vllm_config.model_config
-    if not model_config.hf_config.dtype_left_open:
-        return {}
-    parameters = count_parameters(model_config.model, model_config.revision)
-    reason = auto_dtype.resolve_dtype(vllm_config, parameters)
-    return {auto_dtype.REASON: reason} if reason else {}
 
 
 def _choose_compilation(vllm_config: VllmConfig) -> None:

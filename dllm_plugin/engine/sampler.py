@@ -25,6 +25,7 @@ from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.decider import Decider, Ranking
 from dllm_plugin.sampling.features.ordered import StepFeatures
 from dllm_plugin.sampling.features.token_rules import TokenRules
+from dllm_plugin.sampling.filters import Filters
 from dllm_plugin.sampling.guidance import guided_pairs
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
@@ -75,23 +76,10 @@ class DiffusionSampler:
             states, dtype, width, method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
-        self.proposer = Proposer(
-            states,
-            self.sampling_states,
-            rules,
-            model_config,
-            apply_top_k_top_p,
-            shard,
-        )
-        propose = self.proposer.propose
+        filters = Filters(states, self.sampling_states, apply_top_k_top_p)
+        self.proposer = Proposer(states, filters, rules, model_config, shard)
         self.features = StepFeatures(
-            states,
-            sampler,
-            model_config,
-            self.rows,
-            rules,
-            propose,
-            self.proposer.greedy,
+            states, sampler, model_config, self.rows, self.proposer
         )
         ranking = Ranking(states, self.sampling_states)
         self.decider = Decider(states, ranking, rules, steps_in_flight > 0)

@@ -28,7 +28,7 @@ from dllm_plugin.kernels.confidence.reference import (
 from dllm_plugin.sampling.decider import StepPolicies
 from dllm_plugin.sampling.features.feature import COPIED, ONCE, SCORED, StepFeature
 from dllm_plugin.sampling.features.token_rules import EosBans, TokenRules
-from dllm_plugin.sampling.filters import Filters, TopFilter
+from dllm_plugin.sampling.filters import Filters
 from dllm_plugin.sampling.rows import (
     RowChunk,
     VocabShard,
@@ -50,7 +50,6 @@ class Wanted(NamedTuple):
     scored     whether features score the rows
     want_ranking  whether entropy and margin are wanted
     features   the active features of the step
-    num_rows   length of the result, with zeros after the rows; None: as many as the rows
     """
 
     slots_np: np.ndarray
@@ -58,7 +57,6 @@ class Wanted(NamedTuple):
     scored: bool
     want_ranking: bool
     features: Sequence[StepFeature]
-    num_rows: int | None
 
 
 class Proposer:
@@ -70,16 +68,15 @@ class Proposer:
     def __init__(
         self,
         states: CanvasStates,
-        sampling_states: Any,
+        filters: Filters,
         rules: TokenRules,
         model_config: ModelConfig,
-        keep_top: TopFilter,
         shard: VocabShard | None = None,
     ) -> None:
-        """Choose the implementation; `keep_top`: vLLM's filter of logits by top-k, then top-p."""
+        """Choose the implementation."""
         self.states = states
-        self.sampling_states = sampling_states
-        self.filters = Filters(states, sampling_states, keep_top)
+        self.sampling_states = filters.sampling_states
+        self.filters = filters
         self.eos_bans = EosBans(states, model_config)
         self.rules = rules
         self.temper = states.config.method.tempered
@@ -118,14 +115,14 @@ class Proposer:
         ways_np = self.way_np[slots_np]
         whole = not ways_np.any() and not any(map(self._is_cut, chunks))
         if whole and len(chunks) == 1:
-            wanted = self._wanted(slots_np, ONCE, want_ranking, (), num_rows)
-            return self._from_logits(chunks[0], wanted)
+            wanted = self._wanted(slots_np, ONCE, want_ranking, ())
+            return self._from_logits(chunks[0], wanted, num_rows)
         stats: list[RowStats] = []
         rows: list[Tensor] = []
         for way in np.unique(ways_np).tolist():
             mine_np = ways_np == way
             mine = slots_np[mine_np]
-            wanted = self._wanted(mine, way, want_ranking, features, None)
+            wanted = self._wanted(mine, way, want_ranking, features)
             for chunk in chunks:
                 taken = chunk if mine_np.all() else rows_of(chunk, mine_np)
                 # From copies if the request needs them, or if a grammar bans most ids.
@@ -152,11 +149,9 @@ class Proposer:
         way: int,
         want_ranking: bool,
         features: Sequence[StepFeature],
-        num_rows: int | None,
     ) -> Wanted:
         samples = bool(self.sampling_states.temperature.np[slots_np].any())
-        scored = way == SCORED
-        return Wanted(slots_np, samples, scored, want_ranking, features, num_rows)
+        return Wanted(slots_np, samples, way == SCORED, want_ranking, features)
 
     def add_request(self, slot: int, reads: int) -> None:
         """Store how the rows of a slot's request are read, after all else is staged.
@@ -198,29 +193,33 @@ class Proposer:
             chunks += [chunk._replace(token_T=rows_T) for chunk in chunks[1:]]
         for chunk, want_ranking in itertools.product(chunks, (False, True)):
             for one, biases in itertools.product((None, sampling), (None, bias)):
-                self._read_once(chunk, one, biases, want_ranking, None)
+                self._read_once(chunk, one, biases, want_ranking)
         copies_TV = torch.zeros(
             len(rows_T), self.rules.vocab_size, device=rows_T.device
         )
         for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
             for one in (None, sampling) if token_T is None or with_automata else ():
-                self._read_copies(copies_TV, slot_T, one, token_T, want_ranking, None)
+                self._read_copies(copies_TV, slot_T, one, token_T, want_ranking)
             if token_T is not None and not self.temper:
-                self._read_confidence(copies_TV, slot_T, token_T, want_ranking, None)
+                self._read_confidence(copies_TV, slot_T, token_T, want_ranking)
 
-    def _from_logits(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
-        """Propose from the logits themselves; ids that `min_tokens` bans are banned in place."""
+    def _from_logits(
+        self, chunk: RowChunk, wanted: Wanted, num_rows: int | None = None
+    ) -> RowStats:
+        """Propose from the logits themselves; ids that `min_tokens` bans are banned in place.
+
+        Args:
+            num_rows: length of the result, zeros after the rows; None: as many as the rows.
+        """
         if self.rules.uses_min_tokens(wanted.slots_np):
             self.rules.ban_early_stops(chunk.logits_XV, chunk.source_T, chunk)
         sampling = self._row_sampling(chunk) if wanted.samples else None
         biases = self.rules.biases(wanted.slots_np)
-        return self._read_once(
-            chunk, sampling, biases, wanted.want_ranking, wanted.num_rows
-        )
+        return self._read_once(chunk, sampling, biases, wanted.want_ranking, num_rows)
 
     def greedy(self, chunk: RowChunk) -> RowStats:
         """Return the best token of each row at any temperature, and its confidence."""
-        return self._read_once(chunk, None, None, False, None)
+        return self._read_once(chunk, None, None, False)
 
     def _read_once(
         self,
@@ -228,7 +227,7 @@ class Proposer:
         sampling: RowSampling | None,
         bias: tuple[Tensor, Tensor] | None,
         want_ranking: bool,
-        num_rows: int | None,
+        num_rows: int | None = None,
     ) -> RowStats:
         """Read the columns that are here once; ranks exchange what each has found."""
         arguments = (
@@ -281,26 +280,20 @@ class Proposer:
                 tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
         tempered_TV = self.filters.apply_greedy(tempered_TV, slot_T, slots_np)
         sampling = self._row_sampling(chunk) if wanted.samples else None
-        how = (chunk.token_T, wanted.want_ranking, wanted.num_rows)
-        stats = self._read_copies(tempered_TV, slot_T, sampling, *how)
+        want_ranking, token_T = wanted.want_ranking, chunk.token_T
+        stats = self._read_copies(tempered_TV, slot_T, sampling, token_T, want_ranking)
         if not self.temper:
-            stats = self._with_own_confidence(logits_TV, stats, slot_T, wanted)
-        stats.broken_T[: len(slot_T)] = broken_T
+            # The same tokens with their confidence before temperature and filters (LLaDA).
+            is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
+            self.eos_bans.ban_confidence(logits_TV, slot_T, slots_np, is_greedy_T)
+            stats = self._read_confidence(
+                logits_TV, slot_T, stats.token_T, want_ranking
+            )
+        stats.broken_T.copy_(broken_T)
         if wanted.scored:
             for feature in wanted.features:
                 feature.score(raw_TV, stats, chunk)
         return stats
-
-    def _with_own_confidence(
-        self, logits_TV: Tensor, stats: RowStats, slot_T: Tensor, wanted: Wanted
-    ) -> RowStats:
-        """Return the same tokens with their confidence before temperature and filters (LLaDA)."""
-        is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
-        self.eos_bans.ban_confidence(logits_TV, slot_T, wanted.slots_np, is_greedy_T)
-        token_T, want_ranking = stats.token_T[: len(slot_T)], wanted.want_ranking
-        return self._read_confidence(
-            logits_TV, slot_T, token_T, want_ranking, wanted.num_rows
-        )
 
     def _read_copies(
         self,
@@ -309,24 +302,18 @@ class Proposer:
         sampling: RowSampling | None,
         token_T: Tensor | None,
         want_ranking: bool,
-        num_rows: int | None,
     ) -> RowStats:
         """Read copies that are biased, tempered and filtered already."""
-        how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
-        how |= {"divide": False, "temper": False, "token_T": token_T}
+        how: dict[str, Any] = {"want_ranking": want_ranking, "token_T": token_T}
+        how |= {"divide": False, "temper": False}
         return self.propose_rows(tempered_TV, slot_T, NO_MASK, sampling, **how)
 
     def _read_confidence(
-        self,
-        logits_TV: Tensor,
-        slot_T: Tensor,
-        token_T: Tensor,
-        want_ranking: bool,
-        num_rows: int | None,
+        self, logits_TV: Tensor, slot_T: Tensor, token_T: Tensor, want_ranking: bool
     ) -> RowStats:
         """Read the confidence of tokens from copies."""
-        how: dict[str, Any] = {"want_ranking": want_ranking, "num_rows": num_rows}
-        return self.propose_rows(logits_TV, slot_T, NO_MASK, token_T=token_T, **how)
+        how: dict[str, Any] = {"want_ranking": want_ranking, "token_T": token_T}
+        return self.propose_rows(logits_TV, slot_T, NO_MASK, **how)
 
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return the counters of the random numbers that sample the tokens of rows."""

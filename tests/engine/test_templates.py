@@ -292,7 +292,7 @@ def test_who_gives_nothing_pays_nothing(
     run(llm, [FullJob(prompt, 40)])
     states = canvas_states(llm)
     assert states.templates.table is None
-    assert not scheduler(llm)._given_starts._of
+    assert not scheduler(llm)._given
     run(llm, [gap_job(prompt, [*GAP, *TAIL])])
     assert states.templates.table is not None
     for owner, name in ((Templates, "given"), (templates, "commit_given")):

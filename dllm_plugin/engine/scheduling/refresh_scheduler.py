@@ -14,7 +14,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.decode import layout_of
@@ -35,7 +35,6 @@ from dllm_plugin.engine.scheduling.forwards_in_flight import (
     BlockSpans,
     ForwardsInFlight,
 )
-from dllm_plugin.engine.scheduling.given_starts import GivenStarts
 from dllm_plugin.engine.scheduling.guided_scheduler import GuidedScheduler
 
 logger = init_logger("vllm.dllm_plugin")
@@ -64,7 +63,8 @@ class RefreshScheduler(GuidedScheduler):
         self._layouts: dict[str, tuple[int, ...]] = {}
         self._steps: dict[str, int] = {}
         self._spans: dict[str, BlockSpans] = {}
-        self._given_starts = GivenStarts()
+        # Leading tokens that a template gives, of requests that have no output so far.
+        self._given: dict[str, list[int]] = {}
         self.in_flight = ForwardsInFlight()
 
     def _bound_requests(self) -> None:
@@ -94,8 +94,10 @@ class RefreshScheduler(GuidedScheduler):
             self._lay_out(self.requests[hidden], asked)
 
     def _start_after(self, request: Request, given: list[int]) -> None:
+        """Let a request start as if it had the leading blocks that its template gives."""
         if given:
-            self._given_starts.add(request, given)
+            request.append_output_token_ids(given)
+            self._given[request.request_id] = given
             watch = self.watched.watches.get(request.request_id)
             if watch is not None:
                 watch.give(given)
@@ -254,8 +256,21 @@ class RefreshScheduler(GuidedScheduler):
             self._place_next_forwards(
                 going_on, scheduler_output, model_runner_output, left
             )
-        self._given_starts.put(outputs, self.requests)
+        if self._given:
+            self._send_given(outputs)
         return outputs
+
+    def _send_given(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add given tokens to first outputs, and forget requests that are gone."""
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.request_id in self._given and output.new_token_ids:
+                    given = self._given.pop(output.request_id)
+                    output.new_token_ids = [*given, *output.new_token_ids]
+                    if output.new_logprobs is not None:
+                        output.new_logprobs = _with_certain(output.new_logprobs, given)
+        for request_id in self._given.keys() - self.requests.keys():
+            del self._given[request_id]
 
     def _drop_void(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Remove forwards of blocks that were done already from a step's results."""
@@ -326,3 +341,18 @@ class RefreshScheduler(GuidedScheduler):
 def _start_of(request: Request) -> int:
     """Return where the canvas of a request's next forward is expected to start."""
     return int(request.num_tokens + request.num_output_placeholders)
+
+
+def _with_certain(lists: LogprobsLists, token_ids: list[int]) -> LogprobsLists:
+    """Prepend the log-probabilities of given tokens, which are certain."""
+    shape = (len(token_ids), lists.logprobs.shape[1])
+    ids = np.repeat(np.array(token_ids)[:, None], shape[1], axis=1)
+    rows = (
+        (ids, lists.logprob_token_ids),
+        (np.zeros(shape), lists.logprobs),
+        (np.ones(shape[0]), lists.sampled_token_ranks),
+    )
+    ids, logprobs, ranks = (
+        np.concatenate([given.astype(of.dtype), of]) for given, of in rows
+    )
+    return LogprobsLists(ids, logprobs, ranks, None)

@@ -66,12 +66,12 @@ class LogprobStash(StepFeature):
 
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
         """Compute raw log-probabilities of proposals and of the most likely tokens."""
-        token_T = stats.token_T[: len(chunk.rows_T)]
+        token_T1 = stats.token_T[:, None]
         logprobs_TV = raw_TV.to(torch.float32).log_softmax(dim=-1)
-        chosen_T1 = logprobs_TV.gather(1, token_T[:, None])
+        chosen_T1 = logprobs_TV.gather(1, token_T1)
         rank_T = (logprobs_TV >= chosen_T1).sum(dim=1)
         top = logprobs_TV.topk(self._columns - 1, dim=-1)
-        ids_TK = torch.cat([token_T[:, None], top.indices], dim=1).to(torch.int32)
+        ids_TK = torch.cat([token_T1, top.indices], dim=1).to(torch.int32)
         values_TK = torch.cat([chosen_T1, top.values], dim=1)
         self._scored.append((ids_TK, values_TK, rank_T))
         self._rows.append(chunk.rows_T)

@@ -4,14 +4,12 @@ A new feature is a file beside this one and an entry of :attr:`StepFeatures.entr
 ``docs/add-a-feature.md``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
 from dllm_plugin.sampling.features.feature import StepFeature
@@ -25,9 +23,9 @@ from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.structure import StructureEdits
 from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
-from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
-from dllm_plugin.sampling.rows import LogitsRows, RowChunk
+from dllm_plugin.sampling.proposer import Proposer
+from dllm_plugin.sampling.rows import LogitsRows
 from dllm_plugin.state.canvas_states import CanvasStates
 
 
@@ -46,16 +44,14 @@ class StepFeatures:
         owner: Any,
         model_config: ModelConfig,
         rows: LogitsRows,
-        rules: TokenRules,
-        propose: Callable[..., RowStats],
-        greedy: Callable[[RowChunk], RowStats],
+        proposer: Proposer,
     ) -> None:
         """Make the features.
 
         Args:
             owner: vLLM's sampler, of which the states of requests are read.
-            propose, greedy: methods of the Proposer.
         """
+        rules = proposer.rules
         kind = VerifiedRows if states.config.method.verifies else StagedChecks
         self.checks = checks = kind(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
@@ -66,7 +62,7 @@ class StepFeatures:
         if states.config.method.inserts:
             # Plans before all others, and moves tokens after all others.
             sampled = owner.sampling_states.temperature
-            entries.append(StructureEdits(states, sampled, greedy))
+            entries.append(StructureEdits(states, sampled, proposer.greedy))
         entries += [
             # Tables that kernels read: first, since other features read them, too.
             rules,
@@ -91,6 +87,7 @@ class StepFeatures:
             causal = states.config.method.causal
             decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
             changes = (penalties, bad_words)
+            propose = proposer.propose
             entries.append(decoder(states, checks, changes, logprobs, propose))
         if states.config.method.causal_commit:
             # Replaces first tokens of blocks: after they are decided.

@@ -83,11 +83,10 @@ class Targets(StepFeature):
         The one forward of such a request has its whole template on the canvas.
         """
         assert self.table is not None
-        num_rows = len(chunk.slot_T)
         target_T = self.table.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
         has_T = target_T != NO_TARGET
-        stats.token_T[:num_rows] = target_T.where(has_T, stats.token_T[:num_rows])
-        stats.confidence_T[:num_rows].masked_fill_(has_T, 1.0)
+        stats.token_T.copy_(target_T.where(has_T, stats.token_T))
+        stats.confidence_T.masked_fill_(has_T, 1.0)
 
     def restrict(self, step: DenoisingStep) -> None:
         """Unmask every position with a target."""
