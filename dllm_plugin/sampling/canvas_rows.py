@@ -17,10 +17,15 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.causal_rows import row_of_position
-from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
+from dllm_plugin.decoding.plan import PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 from dllm_plugin.sampling.rows import LogitsRows, RowChunk, take_rows
-from dllm_plugin.sampling.step import DenoisingStep, StepTensors, allow_any_length
+from dllm_plugin.sampling.step import (
+    DenoisingStep,
+    Planned,
+    StepTensors,
+    allow_any_length,
+)
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -67,21 +72,6 @@ class SideStream:
 WARMUP_PREFIX = "_warmup_"
 
 
-class PlannedCanvases(NamedTuple):
-    """List the inputs of a step that do not depend on logits; fields as in DenoisingStep.
-
-    commits_R bool, the row `last_row_R` becomes the carry row
-    """
-
-    canvas: Canvas
-    remaining_R: Tensor
-    plan: StepPlan
-    source_RC: Tensor
-    drafts_R: Tensor
-    last_row_R: Tensor
-    commits_R: Tensor
-
-
 class CarryUpdate(NamedTuple):
     """List the rows of this forward that become carry rows: `from_R` int64, if `moved_R`."""
 
@@ -113,9 +103,7 @@ class CanvasRows(LogitsRows):
         No result is needed before the next forward, however many `steps_in_flight`.
         """
         super().__init__(states, plan)
-        self.begin: Callable[[Tensor, Tensor, Tensor], PlannedCanvases] = (
-            self.begin_step
-        )
+        self.begin: Callable[..., tuple[Planned, Tensor, Tensor]] = self.begin_step
         self._update: CarryUpdate | None = None
         self._mixed = False
         self.side_stream = SideStream(states.device)
@@ -169,16 +157,14 @@ class CanvasRows(LogitsRows):
     ) -> DenoisingStep:
         """Return all of a step but what its logits say; read nothing that this forward writes."""
         slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
-        planned = self.begin(slots_R, bounds[:canvases], bounds[1 : canvases + 1])
+        low_R, high_R = bounds[:canvases], bounds[1 : canvases + 1]
+        planned, last_row_R, commits_R = self.begin(slots_R, low_R, high_R)
         num_rows = len(logits_TV)
         if self.carry_NV is not None:
             num_rows += canvases
-            self._update = CarryUpdate(
-                logits_TV, planned.last_row_R, slots_R, planned.commits_R
-            )
-        tensors = _tensors(slots_R, planned, batch.seq_lens[:canvases])
-        step = DenoisingStep(*tensors)
-        step.last_row_R = planned.last_row_R if self.reads_last_row else None
+            self._update = CarryUpdate(logits_TV, last_row_R, slots_R, commits_R)
+        step = DenoisingStep(slots_R, *planned, batch.seq_lens[:canvases], None)
+        step.last_row_R = last_row_R if self.reads_last_row else None
         step.index_R = torch.arange(canvases, device=self.states.device)
         step.index_np = np.arange(canvases)
         step.slots_np = batch.idx_mapping_np[:canvases]
@@ -194,16 +180,21 @@ class CanvasRows(LogitsRows):
         bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
         low_R, high_R = bounds[:count], bounds[1 : count + 1]
         allow_any_length(slots_R, low_R, high_R)
-        planned = self.begin(slots_R, low_R, high_R)
+        planned, _, _ = self.begin(slots_R, low_R, high_R)
         with torch.inference_mode(False):
             # As vLLM's buffer, which it makes before any step: another kind of tensor to compilers.
             seq_lens_R = torch.zeros(count, dtype=torch.int32, device=device)
-        return _tensors(slots_R, planned, seq_lens_R)
+        return StepTensors(slots_R, *planned, seq_lens_R, None)
 
     def begin_step(
         self, slots_R: Tensor, low_R: Tensor, high_R: Tensor
-    ) -> PlannedCanvases:
-        """View and plan the canvases whose rows of this forward are ``[low, high)``."""
+    ) -> tuple[Planned, Tensor, Tensor]:
+        """View and plan the canvases whose rows of this forward are ``[low, high)``.
+
+        Returns:
+            the plan; int64 and bool ``[R]``, the row that may become the carry row, and whether it
+            does.
+        """
         drafts_R = (high_R - low_R).to(torch.int64)
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         plan = self.plan(canvas, self.states.config.mask_token_id)
@@ -225,9 +216,8 @@ class CanvasRows(LogitsRows):
             source_RC = torch.where(position_C == 0, carry_R1, source_RC)
         last_row_R = low_R + plan.num_committed_R.clamp_min(1).to(torch.int64) - 1
         commits_R = plan.num_committed_R > 0
-        return PlannedCanvases(
-            canvas, remaining_R, plan, source_RC, drafts_R, last_row_R, commits_R
-        )
+        planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R)
+        return planned, last_row_R, commits_R
 
     def _shifts(self, plan: StepPlan) -> Tensor:
         """Return how far after its row a predicted position is, int64 ``[R]``.
@@ -273,7 +263,7 @@ class CanvasRows(LogitsRows):
         logits_TV: Tensor,
         batch: "InputBatch",
         slots_R: Tensor,
-        planned: PlannedCanvases,
+        planned: Planned,
     ) -> Iterator[RowChunk]:
         """Yield the rows to propose from: those of this forward, then the carry rows."""
         device = self.states.device
@@ -318,19 +308,3 @@ class CanvasRows(LogitsRows):
             owner = chunk.owner_np
             owner = None if owner is None else owner[chosen.numpy()]
             yield take_rows(chunk, chosen)._replace(owner_np=owner)
-
-
-def _tensors(
-    slots_R: Tensor, planned: PlannedCanvases, seq_lens_R: Tensor
-) -> StepTensors:
-    """Return the tensors of a planned step."""
-    return StepTensors(
-        slots_R,
-        planned.canvas,
-        planned.plan,
-        planned.source_RC,
-        planned.remaining_R,
-        planned.drafts_R,
-        seq_lens_R,
-        None,
-    )

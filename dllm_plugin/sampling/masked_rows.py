@@ -12,11 +12,16 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.full_attention import without_void
-from dllm_plugin.decoding.plan import Canvas, PlanFunction, StepPlan
+from dllm_plugin.decoding.plan import PlanFunction
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.mask_counts import MaskCounts
 from dllm_plugin.sampling.rows import LogitsRows, RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, StepTensors, allow_any_length
+from dllm_plugin.sampling.step import (
+    DenoisingStep,
+    Planned,
+    StepTensors,
+    allow_any_length,
+)
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
@@ -25,24 +30,7 @@ if TYPE_CHECKING:
 
 
 KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
-
-
-class PlannedBlocks(NamedTuple):
-    """List the inputs of a step that do not depend on logits; fields as in DenoisingStep.
-
-    found_2X  int64 ``[2, R * C]``: canvas position of each masked position, counted within a
-              request, and the row of the batch that predicts it
-    """
-
-    index_R: Tensor
-    slots_R: Tensor
-    canvas: Canvas
-    remaining_R: Tensor
-    plan: StepPlan
-    source_RC: Tensor
-    drafts_R: Tensor
-    refresh_R: Tensor
-    found_2X: Tensor
+BegunStep = tuple[Planned, Tensor, Tensor, Tensor, Tensor]
 
 
 class HostRows(NamedTuple):
@@ -84,7 +72,7 @@ class MaskedRows(LogitsRows):
     ) -> None:
         """Make the counts; the arguments are those of CanvasRows."""
         super().__init__(states, plan)
-        self.begin: Callable[[Tensor], PlannedBlocks] = self.begin_step
+        self.begin: Callable[[Tensor], BegunStep] = self.begin_step
         num_slots = len(states.canvas_NC)
         self.counts = MaskCounts(num_slots, steps_in_flight)
         self._step: DenoisingStep | None = None
@@ -114,22 +102,23 @@ class MaskedRows(LogitsRows):
         known, flat, slot_T = on_device.split_with_sizes(
             (num_known, num_rows, num_rows)
         )
-        planned = self.begin(known.view(-1, KNOWN_TO_HOST))
-        place_T, row_T = planned.found_2X[:, flat].unbind()
+        begun = self.begin(known.view(-1, KNOWN_TO_HOST))
+        planned, index_R, slots_R, refresh_R, found_2X = begun
+        place_T, row_T = found_2X[:, flat].unbind()
         batch.logits_indices = row_T
         if self.states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
         self._starts_np = rows.starts_np
         # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
-        tensors = _tensors(planned, batch.seq_lens[planned.index_R])
-        self._step = step = DenoisingStep(*tensors)
-        step.index_R, step.index_np, step.slots_np = planned.index_R, index_np, slots_np
+        step = DenoisingStep(slots_R, *planned, batch.seq_lens[index_R], refresh_R)
+        step.index_R, step.index_np, step.slots_np = index_R, index_np, slots_np
         step.before_np = rows.starts_np
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
         # One chunk, which `read` gives its logits.
         rows_T, place_T = self._rows_X[:num_rows], place_T.to(torch.int32)
         chunk = RowChunk(rows_T, self._nothing_T0, None, slot_T, place_T, 0)
         step.chunks = [chunk._replace(owner_np=request_T if mixed else None)]
+        self._step = step
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows; those of a request follow those of the request before it."""
@@ -173,7 +162,7 @@ class MaskedRows(LogitsRows):
         packed[num_known + num_rows :] = slots[request]
         return HostRows(index, unconditional, slots, starts, request, packed, first_row)
 
-    def begin_step(self, known_RK: Tensor) -> PlannedBlocks:
+    def begin_step(self, known_RK: Tensor) -> BegunStep:
         """View and plan blocks, and number their masked positions.
 
         Args:
@@ -181,6 +170,10 @@ class MaskedRows(LogitsRows):
                 canvas to start, canvas positions of this forward, where the refresh behind this
                 block starts, row of the batch that predicts the first position, number of the
                 request's first row, and number of all rows.
+        Returns:
+            the plan; place in the batch, slot and start of the refresh; int64 ``[2, R * C]``:
+            canvas position of each masked position, counted within a request, and the row of the
+            batch that predicts it.
         """
         index_R, slots_R, start_R, drafts_R, refresh_R, *numbers = known_RK.unbind(1)
         first_row_R, offset_R, number_R = numbers
@@ -202,17 +195,9 @@ class MaskedRows(LogitsRows):
         into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
         place_RC = place_RC.scatter(1, into_RC, position_RC)[:, : self.num_positions]
         row_RC = (first_row_R[:, None] + place_RC).clamp_min(0)
-        return PlannedBlocks(
-            index_R.clone(),
-            slots_R.clone(),
-            canvas,
-            remaining_R,
-            plan,
-            source_RC,
-            drafts_R.clone(),
-            refresh_R.clone(),
-            torch.stack([place_RC, row_RC]).flatten(1),
-        )
+        planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R.clone())
+        found_2X = torch.stack([place_RC, row_RC]).flatten(1)
+        return planned, index_R.clone(), slots_R.clone(), refresh_R.clone(), found_2X
 
     def example(self, count: int) -> StepTensors:
         """Return a made-up step of some slots, with tensors as in `choose`."""
@@ -223,8 +208,8 @@ class MaskedRows(LogitsRows):
             known.shape
         )
         allow_any_length(known_RK)
-        planned = self.begin(known_RK)
-        return _tensors(planned, planned.index_R.to(torch.int32))
+        planned, index_R, slots_R, refresh_R, _ = self.begin(known_RK)
+        return StepTensors(slots_R, *planned, index_R.to(torch.int32), refresh_R)
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
@@ -286,17 +271,3 @@ class MaskedRows(LogitsRows):
         """Return how many leading positions of canvases can have a row, as the host knows."""
         longest = int(self.states.requests.block_length.np[step.slots_np].max())
         return min(longest, self.num_positions)
-
-
-def _tensors(planned: PlannedBlocks, seq_lens_R: Tensor) -> StepTensors:
-    """Return the tensors of a planned step."""
-    return StepTensors(
-        planned.slots_R,
-        planned.canvas,
-        planned.plan,
-        planned.source_RC,
-        planned.remaining_R,
-        planned.drafts_R,
-        seq_lens_R,
-        planned.refresh_R,
-    )

@@ -36,6 +36,16 @@ WARMUP_ROWS = 11
 COMPILED_AT_MOST = 256
 
 
+class Planned(NamedTuple):
+    """List the inputs of a step that do not depend on logits; as in :class:`DenoisingStep`."""
+
+    canvas: Canvas
+    plan: StepPlan
+    source_RC: Tensor
+    remaining_R: Tensor
+    drafts_R: Tensor
+
+
 class StepTensors(NamedTuple):
     """List the tensors that compiled code reads; fields as in :class:`DenoisingStep`.
 

@@ -73,9 +73,9 @@ class GrammarScheduler(AsyncScheduler):
         """Let a request wait for its compilation and the search of its first closing."""
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._grammars.prepare(request)
-            ours = request.structured_output_request
-            if ours is not None and isinstance(ours.grammar, Exception):
-                self._refuse(request.request_id, ours.grammar)
+            grammar = _grammar_of(request)
+            if isinstance(grammar, Exception):
+                self._refuse(request.request_id, grammar)
         ready = super()._handle_blocked_waiting_request(request)
         if request.request_id in self._refused:
             # vLLM 0.33 would give its own reason.
@@ -103,9 +103,8 @@ class GrammarScheduler(AsyncScheduler):
         if scheduler_output.pending_structured_output_tokens:
             # An automaton reads canvases on the device: nothing waits for it.
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
-            drafts = any(
-                _grammar_of(self.requests[req_id]) is not None for req_id in ids
-            )
+            grammars = [_grammar_of(self.requests[req_id]) for req_id in ids]
+            drafts = any(isinstance(one, CanvasGrammar) for one in grammars)
             scheduler_output.pending_structured_output_tokens = drafts
         if self._with_grammar and self._predicts_first:
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
@@ -125,7 +124,9 @@ class GrammarScheduler(AsyncScheduler):
         for req_id in self._with_grammar & scheduler_output.num_scheduled_tokens.keys():
             request = self.requests[req_id]
             grammar = _grammar_of(request)
-            if grammar is None or grammar.state.ended or request.is_prefill_chunk:
+            if not isinstance(grammar, CanvasGrammar) or request.is_prefill_chunk:
+                continue
+            if grammar.state.ended:
                 continue
             in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
             if not in_step and grammar.is_kept:
@@ -154,18 +155,16 @@ class GrammarScheduler(AsyncScheduler):
 
     def grammar_mode(self, req_id: str) -> str | None:
         """Return the grammar mode of a running request; None without a grammar."""
-        ours = self.requests[req_id].structured_output_request
-        grammar = None if ours is None else ours.grammar
+        grammar = _grammar_of(self.requests[req_id])
         return grammar.mode if isinstance(grammar, OwnGrammar) else None
 
     def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
         """Return the automata of requests that start or come back in this step."""
         starts = []
         for data in scheduler_output.scheduled_new_reqs:
-            request = self.requests.get(data.req_id)
-            ours = None if request is None else request.structured_output_request
-            if ours is not None and isinstance(ours.grammar, AutomatonGrammar):
-                starts.append(ours.grammar.start(str(data.req_id)))
+            grammar = _grammar_of(self.requests.get(data.req_id))
+            if isinstance(grammar, AutomatonGrammar):
+                starts.append(grammar.start(str(data.req_id)))
         return starts
 
     def update_from_output(
@@ -198,8 +197,8 @@ class GrammarScheduler(AsyncScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for req_id, num_tokens in before.items():
             request = self.requests.get(req_id)
-            grammar = None if request is None else _grammar_of(request)
-            if request is None or grammar is None:
+            grammar = _grammar_of(request)
+            if request is None or not isinstance(grammar, CanvasGrammar):
                 continue
             place = model_runner_output.req_id_to_index[req_id]
             emitted = len(model_runner_output.sampled_token_ids[place])
@@ -226,8 +225,7 @@ class GrammarScheduler(AsyncScheduler):
         return [-1 if token == mask_id else token for token in rest]
 
 
-def _grammar_of(request: Request) -> CanvasGrammar | None:
-    """Return a request's grammar once it is ready."""
-    ours = request.structured_output_request
-    grammar = None if ours is None else ours.grammar
-    return grammar if isinstance(grammar, CanvasGrammar) else None
+def _grammar_of(request: Request | None) -> Any:
+    """Return a request's grammar once it is compiled, or the error; None before, or without."""
+    ours = None if request is None else request.structured_output_request
+    return None if ours is None else ours.grammar

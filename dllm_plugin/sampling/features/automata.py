@@ -38,17 +38,6 @@ from dllm_plugin.state.canvas_states import CanvasStates
 SCORES_AT_ONCE = 1 << 25
 
 
-class AutomatonStep(NamedTuple):
-    """List the requests of a step that have an automaton, and their texts.
-
-    row_G       int64, request of the step
-    state_GC1   int64, states before each position of their texts, and after the last
-    """
-
-    row_G: Tensor
-    state_GC1: Tensor
-
-
 class _Requests(NamedTuple):
     """List some requests of a step that have an automaton.
 
@@ -105,7 +94,8 @@ class Automata(StepFeature):
         kernels: Any = reference if self.on_cpu else kernel
         self.score_rows, self.choose_ids = kernels.score_rows, kernels.choose_ids
         self.forward, self.backtrack = kernels.forward, kernels.backtrack
-        self._step: AutomatonStep | None = None
+        # Of this step: rows of its requests, and the states around each position of their texts.
+        self._moves: tuple[Tensor, Tensor] | None = None
 
     def start(self, starts: Sequence[AutomatonStart]) -> None:
         """Store the automata of requests that start, or come back, in this step."""
@@ -165,12 +155,13 @@ class Automata(StepFeature):
         parts = []
         for some_np in np.array_split(row_np, num_parts):
             parts.append(self._propose(step, some_np, columns))
-        self._step = AutomatonStep(*map(torch.cat, zip(*parts, strict=True)))
+        rows, states = zip(*parts, strict=True)
+        self._moves = torch.cat(rows), torch.cat(states)
 
     def commit(self, step: DenoisingStep) -> None:
         """Move the states on by what the canvases committed."""
-        assert self.state_N is not None and self._step is not None
-        (row_G, state_GC1), self._step = self._step, None
+        assert self.state_N is not None and self._moves is not None
+        (row_G, state_GC1), self._moves = self._moves, None
         outcome, planned_R = step.outcome, step.plan.num_committed_R
         moved_R = torch.where(outcome.ended_R, planned_R, outcome.num_committed_R)
         moved_G1 = moved_R[row_G, None].to(torch.int64)
@@ -184,7 +175,7 @@ class Automata(StepFeature):
 
     def _propose(
         self, step: DenoisingStep, row_np: np.ndarray, columns: int
-    ) -> AutomatonStep:
+    ) -> tuple[Tensor, Tensor]:
         """Propose texts of some requests; no block is open after `columns` positions."""
         row_G = async_tensor_h2d(row_np, device=self.states.device)
         tables = self._tables()
@@ -208,7 +199,7 @@ class Automata(StepFeature):
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
         for some in predicted:
             self._add_chosen(step, requests, some, path)
-        return AutomatonStep(row_G, path.state_GC1)
+        return row_G, path.state_GC1
 
     def _canvases(
         self, step: DenoisingStep, row_G: Tensor, row_np: np.ndarray, columns: int
