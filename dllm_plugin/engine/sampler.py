@@ -6,6 +6,7 @@ Nothing waits for the device. Shape letters as in :mod:`dllm_plugin.decoding.pla
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig
@@ -26,7 +27,7 @@ from dllm_plugin.sampling.decider import Decider, Ranking
 from dllm_plugin.sampling.features.ordered import StepFeatures
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.filters import Filters
-from dllm_plugin.sampling.guidance import guided_pairs
+from dllm_plugin.sampling.guidance import pair_requests
 from dllm_plugin.sampling.masked_rows import MaskedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.rows import VocabShard
@@ -67,13 +68,13 @@ class DiffusionSampler:
         self.states = states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
-        method = config.method
+        self.method = config.method
         dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
-        rows = MaskedRows if method.logits == "masked" else CanvasRows
+        rows = MaskedRows if self.method.logits == "masked" else CanvasRows
         self.rows: MaskedRows | CanvasRows = rows(
-            states, dtype, width, method.plan, steps_in_flight
+            states, dtype, width, self.method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
         filters = Filters(states, self.sampling_states, apply_top_k_top_p)
@@ -189,7 +190,7 @@ class DiffusionSampler:
         num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         broken = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        if self.states.config.method.full_attention:
+        if self.method.full_attention:
             # A forward without a canvas stored nothing that a later one could use.
             num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
         elif self.states.config.family.absolute_grid:
@@ -203,16 +204,17 @@ class DiffusionSampler:
             for result, value in zip(results, decided[:4], strict=True):
                 result[step.index_R] = value
             logprobs = decided.logprobs
-            if self.states.config.method.full_attention:
+            if self.method.full_attention:
                 self._mirror(batch, results)
         return EmittedTokens(*results, logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
         """Copy the results of conditional requests to their unconditional ones."""
-        pairs = guided_pairs(batch.req_ids)
-        if not len(pairs):
+        deciding, guiding = pair_requests(batch.req_ids)
+        pairs = np.stack([deciding, guiding])[:, deciding != guiding]
+        if not pairs.size:
             return
-        conditional, unconditional = torch.from_numpy(pairs.T).to(self.states.device)
+        conditional, unconditional = torch.from_numpy(pairs).to(self.states.device)
         for result in results:
             result[unconditional] = result[conditional]
         slots_R = batch.idx_mapping

@@ -108,9 +108,9 @@ class CanvasRows(LogitsRows):
         self._mixed = False
         self.side_stream = SideStream(states.device)
         self.dedicated_commit = states.config.dedicated_commit
-        self.causal_commit = states.config.method.causal_commit
+        self.causal_commit = self.method.causal_commit
         # Rows of causal forwards propose the token after them in any case.
-        self.reads_last_row = self.dedicated_commit and not states.config.method.causal
+        self.reads_last_row = self.dedicated_commit and not self.method.causal
         if self.shift and not self.dedicated_commit:
             shape = (len(states.canvas_NC), width)
             self.carry_NV = torch.zeros(shape, dtype=dtype, device=states.device)
@@ -197,15 +197,15 @@ class CanvasRows(LogitsRows):
         """
         drafts_R = (high_R - low_R).to(torch.int64)
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
-        plan = self.plan(canvas, self.states.config.mask_token_id)
+        plan = self.plan(canvas, self.mask_id)
         position_C = torch.arange(self.num_positions, device=slots_R.device)
         shift: int | Tensor = self.shift
         if self.causal_commit:
             shift = self._shifts(plan)[:, None]
         source_RC = low_R.to(torch.int64)[:, None] + (position_C - shift).clamp_min(0)
-        if self.states.config.method.reorders:
-            mask_id = self.states.config.mask_token_id
-            source_RC = low_R[:, None] + row_of_position(canvas.tokens_RC, mask_id)
+        if self.method.reorders:
+            order_RC = row_of_position(canvas.tokens_RC, self.mask_id)
+            source_RC = low_R[:, None] + order_RC
         # Positions that were not computed share the last row.
         source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
         if self.carry_NV is not None:
@@ -230,9 +230,9 @@ class CanvasRows(LogitsRows):
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
         has_row_RC = position_C < step.drafts_R[:, None]
-        if self.states.config.method.reorders:
+        if self.method.reorders:
             # The row of a decided position predicts nothing there.
-            has_row_RC &= step.canvas.tokens_RC == self.states.config.mask_token_id
+            has_row_RC &= step.canvas.tokens_RC == self.mask_id
         return has_row_RC
 
     def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
@@ -268,7 +268,7 @@ class CanvasRows(LogitsRows):
         """Yield the rows to propose from: those of this forward, then the carry rows."""
         device = self.states.device
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
-        if self.states.config.method.reorders:
+        if self.method.reorders:
             # As `write_reordered` has written them.
             positions_T = batch.positions[: len(slot_T)]
             offset_T = positions_T - self.states.start_N[slot_T]

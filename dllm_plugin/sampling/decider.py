@@ -153,15 +153,12 @@ class Decider:
         self.states = states
         self.ranking = ranking
         self.rules = rules
-        method = states.config.method
+        method = self.method = states.config.method
+        self.mask_id = states.config.mask_token_id
         self.policy_rules = {
             name: policy.rule for name, policy in method.policies.items()
         }
-        self.commit = method.commit
-        self.edits = method.edits
         self.accept = method.accept
-        self.keeps_kv = method.keeps_kv
-        self.counts_masks = method.logits == "masked"
         # vLLM would read counts of masks as broken positions.
         self.sends_left = is_async and not envs.VLLM_RAISE_ON_LOGIT_NANS
         self.num_positions = states.canvas_NC.shape[1]
@@ -223,7 +220,7 @@ class Decider:
         step.unmask_RC = self._apply_policies(step, policies.names)
         for feature in reversed(features):
             feature.restrict(step)
-        if self.edits:
+        if self.method.edits:
             edited = keep_edited(step.canvas, step.plan, step.unmask_RC)
             step.plan, step.unmask_RC = edited
         if self.accept is not None:
@@ -232,7 +229,7 @@ class Decider:
                 step.plan,
                 step.unmask_RC,
                 step.proposal,
-                self.states.config.mask_token_id,
+                self.mask_id,
             )
             for feature in features:
                 feature.accept(step)
@@ -272,14 +269,14 @@ class Decider:
         tail_R1 = canvas.tail_R[:, None]
         is_stop_RC = self.rules.is_stop(tokens_RC, step.slots_R)
         is_stop_RC = is_stop_RC & (position_C >= tail_R1)
-        step.outcome = self.commit(
+        step.outcome = self.method.commit(
             canvas,
             step.plan,
             unmask_RC,
             tokens_RC,
             is_stop_RC,
             step.remaining_R,
-            self.states.config.mask_token_id,
+            self.mask_id,
         )
         step.tokens_RC = tokens_RC
         # A stop token that was replaced no longer counts.
@@ -290,7 +287,7 @@ class Decider:
     def _emitted(self, step: DenoisingStep) -> EmittedTokens:
         """Return what the host reads of a step."""
         broken_R, left_R = step.broken_R, None
-        if self.counts_masks:
+        if self.method.logits == "masked":
             left_R = self._count_left(step)
             if self.sends_left:
                 broken_R = pack_masks_left(broken_R, left_R)
@@ -306,7 +303,7 @@ class Decider:
 
     def _count_left(self, step: DenoisingStep) -> Tensor:
         """Count masks of current blocks that go on; 0 for others, and for void steps."""
-        is_masked_RC = step.tokens_RC == self.states.config.mask_token_id
+        is_masked_RC = step.tokens_RC == self.mask_id
         goes_on_R = step.plan.active_RS.any(dim=1) & ~step.outcome.refresh_R
         is_left_RC = is_masked_RC & (step.canvas.block_RC == 0) & goes_on_R[:, None]
         return is_left_RC.sum(dim=1, dtype=torch.int32)
@@ -316,7 +313,7 @@ class Decider:
         rejected_R = step.seq_lens_R
         if step.refresh_R is not None:
             rejected_R = rejected_R - step.refresh_R
-        if self.keeps_kv:
+        if self.method.keeps_kv:
             outcome = step.outcome
             uncommitted_R = step.drafts_R - outcome.num_committed_R
             rejected_R = torch.where(outcome.refresh_R, rejected_R, uncommitted_R)

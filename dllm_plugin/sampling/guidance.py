@@ -15,11 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.config.worker_carriers import (
-    is_unconditional,
-    pack_unconditional,
-    unpack_unconditional,
-)
+from dllm_plugin.config.worker_carriers import is_unconditional, pack_unconditional
 
 
 def pair_requests(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -31,21 +27,6 @@ def pair_requests(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     deciding = [i for i, req_id in enumerate(req_ids) if not is_unconditional(req_id)]
     guiding = [place.get(pack_unconditional(req_ids[i]), i) for i in deciding]
     return np.array(deciding, dtype=np.int64), np.array(guiding, dtype=np.int64)
-
-
-def guided_pairs(req_ids: Sequence[str]) -> np.ndarray:
-    """Return places in the batch of guided requests and of their unconditional ones.
-
-    int64 ``[P, 2]``.
-    """
-    place = {req_id: i for i, req_id in enumerate(req_ids)}
-    hidden = [
-        (unpack_unconditional(r), i) for r, i in place.items() if is_unconditional(r)
-    ]
-    pairs = [
-        (place[conditional], i) for conditional, i in hidden if conditional in place
-    ]
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def context_rows(

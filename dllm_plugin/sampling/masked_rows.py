@@ -179,9 +179,7 @@ class MaskedRows(LogitsRows):
         first_row_R, offset_R, number_R = numbers
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         is_void_R = self.states.start_N[slots_R] != start_R
-        plan = without_void(
-            self.plan(canvas, self.states.config.mask_token_id), is_void_R
-        )
+        plan = without_void(self.plan(canvas, self.mask_id), is_void_R)
         candidates_RC = plan.candidates_RC
         rank_RC = candidates_RC.cumsum(dim=1) - 1
         # Positions without a row of their own share one after the last.
@@ -243,7 +241,7 @@ class MaskedRows(LogitsRows):
         first = self.states.bounds_np(slots, starts.astype(np.int64)).first
         rows = context_rows(bounds_np, unconditional, first)
         rows_T = async_tensor_h2d(rows, device=self.states.device)
-        batch.input_ids.index_fill_(0, rows_T, self.states.config.mask_token_id)
+        batch.input_ids.index_fill_(0, rows_T, self.mask_id)
 
     def add_request(self, slot: int, params: "SamplingParams") -> None:
         """Store whether the masks of a slot's request may become more."""

@@ -63,6 +63,8 @@ class LogitsRows:
     def __init__(self, states: CanvasStates, plan: PlanFunction) -> None:
         self.states = states
         self.plan = plan
+        self.method = states.config.method
+        self.mask_id = states.config.mask_token_id
         self.num_positions = states.canvas_NC.shape[1]
         self.shift = int(states.config.family.logits_shift)
         self.carry_NV: Tensor | None = None

@@ -178,11 +178,11 @@ class CanvasStates:
             self.templates.forget(slot)
         if slot is None or why != PREEMPTED:
             return slot
-        restarts = self.config.method.full_attention
-        if not (restarts or self.requests.uses("use_block_cache", np.array([slot]))):
-            self.preempted.keep(req_id, self._rows, slot)
-        elif self.early_text_np[slot]:
-            self.preempted.keep(req_id, self._rows, slot, self._sent_run)
+        cached = self.requests.uses("use_block_cache", np.array([slot]))
+        restarts = self.config.method.full_attention or cached
+        if self.early_text_np[slot] or not restarts:
+            rows = tuple(table[slot].clone() for table in self._rows)
+            self.preempted.keep(req_id, self._sent_run(rows) if restarts else rows)
         return slot
 
     def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -71,19 +71,15 @@ class FloatingView:
         stops_RK: np.ndarray,
     ) -> np.ndarray:
         """Return the stops of prefills, with those of resumed texts at the ends of their pieces."""
-        resumed = [
-            i
-            for i in np.flatnonzero(is_prefill).tolist()
-            if len(self.pieces[int(slots[i])]) > 1
-        ]
-        if not resumed:
-            return stops_RK
         grid, length = self.config.family.absolute_grid, self.config.block_length
         borders = {}
-        for i in resumed:
+        for i in np.flatnonzero(is_prefill).tolist():
             pieces = self.pieces[int(slots[i])]
-            whole = np.arange(length, pieces[0], length) if grid else pieces[:0]
-            borders[i] = np.concatenate([whole, pieces])
+            if len(pieces) > 1:
+                whole = np.arange(length, pieces[0], length) if grid else pieces[:0]
+                borders[i] = np.concatenate([whole, pieces])
+        if not borders:
+            return stops_RK
         most = max(stops_RK.shape[1], *(len(border) for border in borders.values()))
         padding = ((0, 0), (0, most - stops_RK.shape[1]))
         stops_RK = np.pad(stops_RK, padding, mode="edge")

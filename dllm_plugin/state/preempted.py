@@ -7,12 +7,10 @@ about to be added, since vLLM first removes a request of the same name, or of vL
 warm-up: for neither is anything kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-Change = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 class PreemptedRows:
@@ -27,16 +25,9 @@ class PreemptedRows:
         self._kept: dict[str, tuple[Tensor, ...]] = {}
         self._returning: list[tuple[int, tuple[Tensor, ...]]] = []
 
-    def keep(
-        self,
-        req_id: str,
-        tables: Sequence[Tensor],
-        slot: int,
-        change: Change | None = None,
-    ) -> None:
-        """Copy the rows of `slot`, before another request takes it; `change` may replace them."""
-        rows = tuple(table[slot].clone() for table in tables)
-        self._kept[str(req_id)] = rows if change is None else change(rows)
+    def keep(self, req_id: str, rows: tuple[Tensor, ...]) -> None:
+        """Store copies of the rows of a slot, which another request takes."""
+        self._kept[str(req_id)] = rows
         if len(self._kept) > self.most:
             del self._kept[next(iter(self._kept))]
 

@@ -154,34 +154,25 @@ class WatchedRequests:
     ) -> None:
         """Add snapshots, early text and traces to the outputs of a step."""
         for step in steps:
-            client = step.request.client_index
-            of_client = outputs.setdefault(client, EngineCoreOutputs(outputs=[]))
-            self._report(step, of_client.outputs, lists)
-
-    def _report(
-        self,
-        step: WatchedStep,
-        outputs: list[EngineCoreOutput],
-        lists: LogprobsLists | None,
-    ) -> None:
-        request = step.request
-        ids = [output.request_id for output in outputs]
-        if request.request_id in ids:
-            place = ids.index(request.request_id)
-            output = outputs[place]
-            says = add_report(step, output, lists)
-            if not (says or output.finished or output.prefill_stats is not None):
-                del outputs[place]  # early text was sent before
-            return
-        output = EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            trace_headers=request.trace_headers,
-        )
-        if add_report(step, output, lists):
-            output.events = request.take_events()
-            output.prefill_stats = self._prefill_stats(request)
-            outputs.append(output)
+            request = step.request
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            ids = [output.request_id for output in of_client.outputs]
+            if request.request_id in ids:
+                place = ids.index(request.request_id)
+                output = of_client.outputs[place]
+                says = add_report(step, output, lists)
+                if not (says or output.finished or output.prefill_stats is not None):
+                    del of_client.outputs[place]  # early text was sent before
+                continue
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                trace_headers=request.trace_headers,
+            )
+            if add_report(step, output, lists):
+                output.events = request.take_events()
+                output.prefill_stats = self._prefill_stats(request)
+                of_client.outputs.append(output)
 
     def _prefill_stats(self, request: Request) -> PrefillStats | None:
         """Return what vLLM reports with the first output of a request."""

@@ -184,12 +184,11 @@ class BadWords(StepFeature):
         self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
-        words_RWL, mask_id = words.words_RWL, self.mask_id
+        words_RWL = words.words_RWL
         window_RA1L, equal, used = _align(words, tokens_RC)
-        if self.states.config.method.verifies:
+        hole = used & (window_RA1L == self.mask_id)
+        if self.method.verifies:
             hole = _last(used)
-        else:
-            hole = used & (window_RA1L == mask_id)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
         token_RAW = (
@@ -202,19 +201,19 @@ class BadWords(StepFeature):
         position_RAW = position_RAW.clamp(0, source_RC.shape[1] - 1)
         row_RX = source_RC.gather(1, position_RAW.flatten(1))
         # An id that completes nothing is replaced by the mask token, which is banned everywhere.
-        token_RAW = token_RAW.where(single_RAW & inside_RAW, mask_id)
+        token_RAW = token_RAW.where(single_RAW & inside_RAW, self.mask_id)
         return row_RX.flatten().to(torch.int32), token_RAW.flatten()
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Ban the ids that `start_rows` found, in the rows of a chunk."""
-        rows_T, mask_id = chunk.rows_T, self.mask_id
+        rows_T = chunk.rows_T
         if not len(rows_T):
             return
         for row, token in self._banned:
             local = torch.searchsorted(rows_T, row.to(rows_T.dtype))
             local = local.clamp_max(len(rows_T) - 1)
             # Ids of other rows are replaced by the mask token, which is banned everywhere.
-            token = token.where(rows_T[local] == row, mask_id)
+            token = token.where(rows_T[local] == row, self.mask_id)
             flat = local * logits_TV.shape[1] + token
             logits_TV.view(-1).index_fill_(0, flat, NEGATIVE_INFINITY)
 
@@ -225,7 +224,7 @@ class BadWords(StepFeature):
         sequence: then all edits of the request are taken back.
         """
         unmask_RC = step.unmask_RC
-        if self.states.config.method.verifies:
+        if self.method.verifies:
             return
         for words in self._step:
             which_R = words.which_R

@@ -29,6 +29,7 @@ class StepFeature:
     A step calls the moments of its active features only. A step without any is compiled.
 
     reads     how the rows of requests with this feature are read
+    method    how the model decodes
     mask_id   id of the mask token
     users_np  bool ``[N]``, slots whose request uses the feature
     in_use    whether there is one
@@ -38,6 +39,7 @@ class StepFeature:
 
     def __init__(self, states: CanvasStates) -> None:
         self.states = states
+        self.method = states.config.method
         self.mask_id = states.config.mask_token_id
         self.users_np = np.zeros(len(states.open_N), dtype=np.bool_)
         self.in_use = False

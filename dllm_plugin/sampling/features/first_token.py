@@ -80,7 +80,7 @@ class FirstTokenDecoder(StepFeature):
         num_rows = logits_TV.shape[0] - batch.num_draft_tokens
         if num_rows == last - first and first < last:
             self._decide_after_prefill(logits_TV, batch, emitted.broken_R[first:last])
-            method = self.states.config.method
+            method = self.method
             if method.accept is not None and self.checks.payload is not None:
                 # The scheduler reads the canvases that its next checks are for.
                 prefilled_R = batch.idx_mapping[first:last]

@@ -69,7 +69,7 @@ class StagedChecks(StepFeature):
         checks, mask_id = self._found(step.slots_np), self.mask_id
         assert checks is not None
         rows, has_row_RC = self.rows, self.rows.has_row(step)
-        causal = self.states.config.method.causal_commit
+        causal = self.method.causal_commit
         step.canvas, plan, self._constraint = constrain(
             step.canvas, step.plan, has_row_RC, checks, mask_id, causal
         )
@@ -214,7 +214,7 @@ class VerifiedRows(StagedChecks):
         position_C = torch.arange(tokens_GC.shape[1], device=row_G.device)
         refused_GC = (position_C == settled_G[:, None]) & (position_C > 0)
         refused_GC &= (tokens_GC != self.mask_id) & ~canvas.ended_R[row_G][:, None]
-        if self.states.config.method.causal_commit:
+        if self.method.causal_commit:
             # Nothing is verified by the forward that drafts.
             refused_GC &= (step.plan.num_stored_R[row_G] > 0)[:, None]
         tokens_GC = tokens_GC.masked_fill(refused_GC, REFUSED)

@@ -51,15 +51,15 @@ class StepFeatures:
         Args:
             owner: vLLM's sampler, of which the states of requests are read.
         """
-        rules = proposer.rules
-        kind = VerifiedRows if states.config.method.verifies else StagedChecks
+        rules, method = proposer.rules, states.config.method
+        kind = VerifiedRows if method.verifies else StagedChecks
         self.checks = checks = kind(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
         self.automata = Automata(states, owner.sampling_states, rows, rules, penalties)
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
         entries: list[StepFeature] = []
-        if states.config.method.inserts:
+        if method.inserts:
             # Plans before all others, and moves tokens after all others.
             sampled = owner.sampling_states.temperature
             entries.append(StructureEdits(states, sampled, proposer.greedy))
@@ -82,14 +82,14 @@ class StepFeatures:
             # Stores the scores of this step's rows, and emits them.
             logprobs,
         ]
-        if states.config.dedicated_commit or states.config.method.causal_commit:
+        if states.config.dedicated_commit or method.causal_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
-            causal = states.config.method.causal
+            causal = method.causal
             decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
             changes = (penalties, bad_words)
             propose = proposer.propose
             entries.append(decoder(states, checks, changes, logprobs, propose))
-        if states.config.method.causal_commit:
+        if method.causal_commit:
             # Replaces first tokens of blocks: after they are decided.
             entries.append(ThinkingBudget(states))
         # Appends rows to the log-probabilities: after everything that emits them.

@@ -115,8 +115,7 @@ class Penalties(StepFeature):
             high = min(low + at_once, longest)
             position_X = torch.arange(low, high, device=states.device)
             tokens_UX = stored[slots_U[:, None], position_X].to(torch.int64)
-            mask_id = states.config.mask_token_id
-            tokens_UX = tokens_UX.where(position_X < start_U1, mask_id)
+            tokens_UX = tokens_UX.where(position_X < start_U1, self.mask_id)
             self._count(slots_U, tokens_UX, first_U1 + position_X, has_given)
         if self.by_row:
             return

@@ -75,9 +75,8 @@ class StructureEdits(StepFeature):
 
     def start_step(self, step: DenoisingStep) -> None:
         """Plan the round."""
-        mask_id = self.states.config.mask_token_id
         rounds = self._of(step.slots_R)
-        step.plan = plan_round(step.canvas, step.plan, rounds, mask_id)
+        step.plan = plan_round(step.canvas, step.plan, rounds, self.mask_id)
 
     def restrict(self, step: DenoisingStep) -> None:
         """Take the round: what is unmasked is what it changes."""

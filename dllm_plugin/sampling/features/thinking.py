@@ -75,7 +75,7 @@ class ThinkingBudget(StepFeature):
         canvas_NC, length = self.states.canvas_NC, self.states.requests.block_length
         place_R = self._place(slots_R, self.states.start_N[slots_R])
         most_R = length.gpu[slots_R]
-        if self.states.config.method.verifies:
+        if self.method.verifies:
             most_R = torch.ones_like(most_R)  # a draft is not written beforehand
         writes_R = place_R < most_R
         place_R = place_R.clamp_max(canvas_NC.shape[1] - 1)
