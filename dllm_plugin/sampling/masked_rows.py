@@ -207,7 +207,8 @@ class MaskedRows(LogitsRows):
         )
         allow_any_length(known_RK)
         planned, index_R, slots_R, refresh_R, _ = self.begin(known_RK)
-        return StepTensors(slots_R, *planned, index_R.to(torch.int32), refresh_R)
+        seq_lens_R = index_R.new_zeros(count, dtype=torch.int32)
+        return StepTensors(slots_R, *planned, seq_lens_R, refresh_R)
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""

@@ -150,7 +150,7 @@ def test_a_mask_in_the_prompt_is_refused(decoder: Decoder, room: EngineRoom) -> 
 def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     """Let the plugin read a case's numbers where it would draw its own."""
     from dllm_plugin.kernels.confidence import reference
-    from dllm_plugin.sampling import ranking
+    from dllm_plugin.sampling import decider
 
     def uniform(seed: Any, position: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         position, step = torch.broadcast_tensors(position, step)
@@ -171,7 +171,7 @@ def recorded_draws(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
     if case.record.get("noise_kind") == "gumbel":
         monkeypatch.setattr(reference, "gumbel_uniform", gumbel)
     else:
-        monkeypatch.setattr(ranking, "counter_uniform", uniform)
+        monkeypatch.setattr(decider, "counter_uniform", uniform)
 
 
 @of_two_families

@@ -67,7 +67,7 @@ def test_nobody_asks_nobody_pays(
     counted(sampling, "constrain")
     counted(step.Constraint, "__new__")
     counted(automata.Automata, "start")
-    counted(automata.AutomatonStep, "__new__")
+    counted(automata.Automata, "_propose")
     for overlapped in (False, True):
         llm = room.start("llada", {"strategy": "d2f"}, async_scheduling=overlapped)
         generate(llm, [letters(9), letters(12)], params(40))
