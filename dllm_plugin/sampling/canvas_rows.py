@@ -19,9 +19,10 @@ from torch import Tensor
 from dllm_plugin.decoding.causal_rows import row_of_position
 from dllm_plugin.decoding.plan import PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
-from dllm_plugin.sampling.rows import LogitsRows, RowChunk, take_rows
+from dllm_plugin.sampling.rows import RowChunk, take_rows
 from dllm_plugin.sampling.step import (
     DenoisingStep,
+    LogitsRows,
     Planned,
     StepTensors,
     allow_any_length,

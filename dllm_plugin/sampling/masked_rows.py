@@ -15,9 +15,10 @@ from dllm_plugin.decoding.full_attention import without_void
 from dllm_plugin.decoding.plan import PlanFunction
 from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
 from dllm_plugin.sampling.mask_counts import MaskCounts
-from dllm_plugin.sampling.rows import LogitsRows, RowChunk
+from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import (
     DenoisingStep,
+    LogitsRows,
     Planned,
     StepTensors,
     allow_any_length,

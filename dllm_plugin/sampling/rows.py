@@ -7,7 +7,7 @@ and may change which hidden states become logits; their `read` runs after it. Sh
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +17,10 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
-from dllm_plugin.decoding.plan import PlanFunction, StepPlan
 from dllm_plugin.kernels.confidence.reference import Columns
-from dllm_plugin.state.canvas_states import CanvasStates
-
-if TYPE_CHECKING:
-    from dllm_plugin.sampling.step import DenoisingStep
 
 
 class RowChunk(NamedTuple):
@@ -52,59 +46,6 @@ class RowChunk(NamedTuple):
     allowed_TW: Tensor | None = None
     owner_np: np.ndarray | None = None
     token_T: Tensor | None = None
-
-
-class LogitsRows:
-    """Find the logits rows of a step: the base of the two ways to do so.
-
-    carry_NV  rows of the last forward of a slot that this step reads; None if there are none
-    """
-
-    def __init__(self, states: CanvasStates, plan: PlanFunction) -> None:
-        self.states = states
-        self.plan = plan
-        self.method = states.config.method
-        self.mask_id = states.config.mask_token_id
-        self.num_positions = states.canvas_NC.shape[1]
-        self.shift = int(states.config.family.logits_shift)
-        self.carry_NV: Tensor | None = None
-
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Stage a request."""
-
-    def remove_request(self, slot: int) -> None:
-        """Free a slot."""
-
-    def has_row(self, step: "DenoisingStep") -> Tensor:
-        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
-        raise NotImplementedError
-
-    def num_columns(self, step: "DenoisingStep") -> int:
-        """Return how many leading positions of canvases can have a row, as the host knows."""
-        return self.num_positions
-
-    def gather(self, step: "DenoisingStep", row_G: Tensor, slot_G: Tensor) -> Tensor:
-        """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
-        logits_TV, carry_NV = self.sources(step)
-        rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
-        if carry_NV is None:
-            return rows_GV
-        is_carry_G1 = (row_G >= len(logits_TV))[:, None]
-        return torch.where(is_carry_G1, carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
-
-    def sources(self, step: "DenoisingStep") -> tuple[Tensor, Tensor | None]:
-        """Return the logits of canvases, and the carry rows by slot, which count after them."""
-        return step.chunks[0].logits_XV, self.carry_NV  # without the rows of prefills
-
-    def replan(self, step: "DenoisingStep", plan: StepPlan) -> None:
-        """Replace the plan of a step."""
-        step.plan = plan
-
-    def keep_carry_rows(self) -> None:
-        """Store the rows of this step that the next steps read."""
-
-    def keep_counts(self, step: "DenoisingStep", left_R: Tensor | None) -> None:
-        """Record how many masks the step has left in each block."""
 
 
 def scatter_rows(

@@ -1,4 +1,4 @@
-"""Define the one struct of a denoising step, what a step emits, and how it is compiled.
+"""Define the struct of a denoising step, what finds its rows, and how it is compiled.
 
 Compiled is the part of a step that is neither the forward nor the read of its logits. Planning a
 step and deciding it are some 250 to 300 operations on ``[R, C]`` tensors. With ``compile_step``,
@@ -19,9 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
+from dllm_plugin.decoding.plan import (
+    Canvas,
+    PlanFunction,
+    Proposal,
+    StepOutcome,
+    StepPlan,
+)
 from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.state.canvas_states import CanvasStates
 
 BACKEND = "inductor"
 # Numbers of a few requests share too little memory for torch to put them into one kernel, which it
@@ -172,6 +180,59 @@ class DenoisingStep:
             self.seq_lens_R,
             self.refresh_R,
         )
+
+
+class LogitsRows:
+    """Find the logits rows of a step: the base of the two ways to do so.
+
+    carry_NV  rows of the last forward of a slot that this step reads; None if there are none
+    """
+
+    def __init__(self, states: CanvasStates, plan: PlanFunction) -> None:
+        self.states = states
+        self.plan = plan
+        self.method = states.config.method
+        self.mask_id = states.config.mask_token_id
+        self.num_positions = states.canvas_NC.shape[1]
+        self.shift = int(states.config.family.logits_shift)
+        self.carry_NV: Tensor | None = None
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Stage a request."""
+
+    def remove_request(self, slot: int) -> None:
+        """Free a slot."""
+
+    def has_row(self, step: DenoisingStep) -> Tensor:
+        """Return the positions that a row of this step predicts, bool ``[R, C]``."""
+        raise NotImplementedError
+
+    def num_columns(self, step: DenoisingStep) -> int:
+        """Return how many leading positions of canvases can have a row, as the host knows."""
+        return self.num_positions
+
+    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
+        """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
+        logits_TV, carry_NV = self.sources(step)
+        rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
+        if carry_NV is None:
+            return rows_GV
+        is_carry_G1 = (row_G >= len(logits_TV))[:, None]
+        return torch.where(is_carry_G1, carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
+
+    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of canvases, and the carry rows by slot, which count after them."""
+        return step.chunks[0].logits_XV, self.carry_NV  # without the rows of prefills
+
+    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+        """Replace the plan of a step."""
+        step.plan = plan
+
+    def keep_carry_rows(self) -> None:
+        """Store the rows of this step that the next steps read."""
+
+    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
+        """Record how many masks the step has left in each block."""
 
 
 def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:

@@ -30,8 +30,8 @@ from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.penalties import Penalties
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.rows import LogitsRows, RowChunk
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, LogitsRows
 from dllm_plugin.state.canvas_states import CanvasStates
 
 # Float32 scores of canvases that are computed together.

@@ -24,8 +24,8 @@ from dllm_plugin.grammar.step import (
 )
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.rows import LogitsRows, RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens, LogitsRows
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
 from dllm_plugin.sampling.features.thinking import ThinkingBudget
 from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.proposer import Proposer
-from dllm_plugin.sampling.rows import LogitsRows
+from dllm_plugin.sampling.step import LogitsRows
 from dllm_plugin.state.canvas_states import CanvasStates
 
 
