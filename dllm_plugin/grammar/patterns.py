@@ -6,6 +6,7 @@ operators such as ``&&`` in classes. Written out, classes are ranges of code poi
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
@@ -32,6 +33,10 @@ PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
 FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 OPENS = re.compile(r"\((?:\?(?:P?<[^>=!()]*>|:|[=!>]|<[=!]))?")
 QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:(,)(\d*))?\}")
+# Unicode's categories of characters, but those of surrogates and of unassigned ones.
+CATEGORY = re.compile(
+    r"\{(L[ulmot]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?|C[cfo])\}|([LMNPSZ])"
+)
 HALF = re.compile("[\ud800-\udfff]")
 HEX = "[0-9a-fA-F]"
 NUMBERS = {
@@ -53,14 +58,14 @@ class Token(NamedTuple):
 
 
 class LeftWhole(Exception):
-    """Report an expression left to the compiler that knows it: flags, Unicode's categories."""
+    """Report an expression left to the compiler that knows it: flags, scripts of Unicode."""
 
 
 def written_out(pattern: str) -> str:
     """Return an expression that fits what `pattern` fits in Python, or some of it; never more.
 
-    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags or Unicode's
-    categories stays as it is. Raises ValueError for what compilers would misread.
+    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags or
+    names scripts of Unicode stays as it is. Raises ValueError for what compilers would misread.
     """
     if HALF.search(pattern):
         raise ValueError("has half of a surrogate pair, which is no character")
@@ -182,15 +187,20 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     """Read an escape; return what it may be, what it might be, and where the next token starts."""
     letter, end = pattern[at + 1 : at + 2], at + 2
     if letter in ("p", "P"):
-        raise LeftWhole
+        named = CATEGORY.match(pattern, end)
+        if named is None:
+            raise LeftWhole
+        found = _category(named[1] or named[2])
+        found = found if letter == "p" else other_characters(found)
+        return (found, found), named.end()
     if letter.lower() in SURE:
         return _shorthand(letter), end
     if letter in CONTROLS:
         code = CONTROLS[letter]
     elif letter in NUMBERS:
-        found = NUMBERS[letter].match(pattern, end)
-        code = int(found[1] or found[2], 16) if found else LAST + 1
-        end = found.end() if found else end
+        number = NUMBERS[letter].match(pattern, end)
+        code = int(number[1] or number[2], 16) if number else LAST + 1
+        end = number.end() if number else end
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
             raise ValueError(f"has {pattern[at:end]!r}, which is no character")
     elif letter == "0":
@@ -251,6 +261,16 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     if letter == low:
         return sure, maybe
     return other_characters(maybe), other_characters(sure)
+
+
+@cache
+def _category(name: str) -> Ranges:
+    """Return the characters of a category of Unicode, such as ``L`` or ``Lu``."""
+    ranges: Ranges = []
+    for code in range(LAST + 1):
+        if unicodedata.category(chr(code)).startswith(name):
+            ranges.append((code, code))
+    return _joined(ranges)
 
 
 def _of_ranges(ranges: Ranges) -> Token:

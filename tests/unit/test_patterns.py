@@ -46,10 +46,13 @@ WRITTEN = {
     r"\(?abc:": r"\u{28}?abc:",
     "[(?i)]": "[\\u{28}-\\u{29}\\u{3f}i]",
     "(?P<x>a)": "(?P<x>a)",
+    r"\p{Zs}": r"[\u{20}\u{a0}\u{1680}\u{2000}-\u{200a}\u{202f}\u{205f}\u{3000}]",
+    r"[\p{Zl}x]\p{Zp}": r"[x\u{2028}]\u{2029}",
+    r"[^\PZ\p{Zs}]": r"[\u{2028}-\u{2029}]",
     # Left to the compiler that knows them.
     "(?i)a.": "(?i)a.",
-    r"\p{L}.": r"\p{L}.",
-    r"[\p{L}].": r"[\p{L}].",
+    r"\p{Greek}.": r"\p{Greek}.",
+    r"[\p{Greek}].": r"[\p{Greek}].",
 }
 
 
