@@ -21,7 +21,6 @@ from dllm_plugin.api.frames import END, EVENT, event_of
 from dllm_plugin.api.scorer import Refused, Scorer, check_ended, together
 from dllm_plugin.api.watched_engine import Counts, WatchedEngine, total
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
-from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import Gapped, filled
 from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
 
@@ -64,11 +63,6 @@ def check_arguments(request: CompletionRequest) -> None:
 
 def check(request: CompletionRequest, fields: Asked | None) -> None:
     """Raise ValueError naming what excludes a choice of lengths."""
-    if request.n != 1:
-        raise ValueError(
-            f"n must be 1 where a length is chosen, got {shown(request.n)}: give "
-            "diffusion.lengths, or on /v1/infill each gap, as an integer."
-        )
     fields, arguments = fields or Asked(), request.vllm_xargs or {}
     reported = {
         "diffusion.frames": fields.every,
@@ -125,8 +119,14 @@ async def _best(
     ours, encode = our_endpoints(raw_request), encoder(raw_request)
     ends = ours.ends(encode)
     scorer = Scorer(raw_request, ours, request.model, len(choices), request.priority)
-    changes = {"stream": False, "stream_options": None, "return_token_ids": True}
-    whole = request.model_copy(update=changes | {"logprobs": request.logprobs or 0})
+    changes = {
+        "n": 1,
+        "stream": False,
+        "stream_options": None,
+        "return_token_ids": True,
+        "logprobs": request.logprobs or 0,
+    }
+    whole = request.model_copy(update=changes)
 
     async def attempt(gapped: Gapped) -> _Attempt:
         reply, engine = await _answered(whole, gapped, raw_request, fields)
@@ -145,16 +145,22 @@ async def _best(
     scores = [one.score for one in attempts]
     best = best_of(scores)
     reply: dict[str, Any] = attempts[best].reply
-    [choice] = reply["choices"]
-    if request.logprobs is None:
-        choice["logprobs"] = None
-    if not request.return_token_ids:
-        choice["token_ids"] = choice["prompt_token_ids"] = None
-    choice[FIELD] = choice.get(FIELD, {}) | {"lengths": told(choices, scores)}
+    counts = list(scorer.engine.counts.values())
+    for one in attempts:
+        counts += one.counts
+    if request.n != 1:  # all with the length of the best text
+        several = whole.model_copy(update={"n": request.n})
+        found, engine = await _answered(several, choices[best], raw_request, fields)
+        assert isinstance(found, dict), "no stream was asked for"
+        reply = found
+        counts += engine.counts.values()
+    for choice in reply["choices"]:
+        if request.logprobs is None:
+            choice["logprobs"] = None
+        if not request.return_token_ids:
+            choice["token_ids"] = choice["prompt_token_ids"] = None
+        choice[FIELD] = choice.get(FIELD, {}) | {"lengths": told(choices, scores)}
     if fields is not None:
-        counts = list(scorer.engine.counts.values())
-        for one in attempts:
-            counts += one.counts
         reply["metrics"][FIELD] |= total(counts).as_json()
     if not request.stream:
         return reply, choices[best]
@@ -170,12 +176,12 @@ async def in_one_piece(
     Args:
         forced: the server adds usage to every stream.
     """
-    [choice] = reply["choices"]
     at_end, every = should_include_usage(request.stream_options, forced)
     head = {name: reply[name] for name in ("id", "object", "created", "model")}
-    text = {name: choice[name] for name in OF_STREAM}
     usage = {"usage": reply["usage"]}
-    yield event_of(head | {"choices": [text]} | (usage if every else {}))
+    for choice in reply["choices"]:
+        text = {name: choice[name] for name in OF_STREAM}
+        yield event_of(head | {"choices": [text]} | (usage if every else {}))
     if at_end:
         metrics = {"metrics": reply["metrics"]} if reply["metrics"] else {}
         yield event_of(head | {"choices": []} | usage | metrics)

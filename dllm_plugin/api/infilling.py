@@ -122,7 +122,8 @@ async def _read(
     parts = parts_of(body, encode)
     check_length(ours.config, most_positions(parts))
     _check_names(body)
-    fields = read_fields(body.get(FIELD, {}), bool(body.get("stream")))
+    asked = body.get(FIELD)
+    fields = read_fields({} if asked is None else asked, bool(body.get("stream")))
     if fields.lengths is not None:
         raise ValueError(
             "lengths has no effect on /v1/infill, where gaps name their own."

@@ -138,11 +138,11 @@ async def _answer(request: Body, raw_request: Request) -> Response:
 
 async def reply_to(request: Body, raw_request: Request) -> Reply:
     """Return the reply to a request, which may have a suffix."""
-    asked = request.model_extra or {}
+    asked = (request.model_extra or {}).get(FIELD)
     try:
         fields, lengths = None, None
-        if FIELD in asked:
-            fields = read_fields(asked[FIELD], bool(request.stream))
+        if asked is not None:
+            fields = read_fields(asked, bool(request.stream))
             lengths = fields.lengths
         if isinstance(request, CompletionRequest) and request.suffix is not None:
             suffix, request.suffix = request.suffix, None

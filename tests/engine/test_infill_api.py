@@ -313,6 +313,31 @@ def test_lengths_that_nobody_names(client: httpx.Client) -> None:
     assert "diffusion" not in choice, "a single length is not chosen"
 
 
+def test_several_texts_have_the_length_of_the_best(client: httpx.Client) -> None:
+    """Choices as with that length alone, each with the scores; a stream has them, too."""
+    sampled = CHOSEN | {"n": 3, "temperature": 0.8, "seed": 5}
+    body = sampled | {"diffusion": {"lengths": LENGTHS}}
+    reply = post(client, "completions", body)
+    first = reply["choices"][0]["diffusion"]["lengths"]
+    best = max(first, key=lambda one: one["score"])["length"]
+    for choice in reply["choices"]:
+        assert choice["diffusion"].pop("lengths") == first
+    alone = post(client, "completions", sampled | {"diffusion": {"lengths": best}})
+    assert reply["choices"] == alone["choices"]
+    took, least = reply["metrics"]["diffusion"], alone["metrics"]["diffusion"]
+    assert took["forwards"] > least["forwards"] + len(LENGTHS)
+    chunks = stream(client, "completions", body)
+    texts = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = choice["text"]
+    assert texts == {one["index"]: one["text"] for one in alone["choices"]}
+    gaps = GREEDY | {"temperature": 1.0, "text": "The sky is [MASK:2,4]!", "n": 2}
+    one, other = post(client, "infill", gaps)["choices"]
+    assert (one["index"], other["index"]) == (0, 1)
+    assert one["diffusion"]["lengths"] == other["diffusion"]["lengths"]
+
+
 def test_lengths_of_several_gaps(client: httpx.Client) -> None:
     """Each combination; the reply is that of the best, and has its gaps."""
     body = GREEDY | {

@@ -38,18 +38,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "completions",
-        CHOSEN | {"n": 4},
-        "is chosen, got 4: give diffusion.lengths, or on /v1/infil",
-    ),
-    (
-        "completions",
         CHOSEN | {"stream": True, "diffusion": {"frames": True}},
         "diffusion.frames needs one length: give it as an integer.",
-    ),
-    (
-        "infill",
-        {"text": "a [MASK:2,4] b", "n": 4},
-        "n must be 1 where a length is chosen, got 4: ",
     ),
     (
         "completions",
