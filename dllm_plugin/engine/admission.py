@@ -84,10 +84,16 @@ class RequestRules(LogitsProcessor):
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
-def leave_out_penalties(model_config: ModelConfig) -> None:
-    """Drop the checkpoint's penalties from the defaults of requests, with a warning.
+# Defaults of requests that vLLM reads from generation_config.json, and vLLM's own names.
+DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+DEFAULTS["max_new_tokens"] = "max_tokens"
 
-    The models' own loops apply none; a request may ask for its own.
+
+def leave_out_defaults(model_config: ModelConfig) -> None:
+    """Drop the checkpoint's penalties and wrong values from the defaults of requests.
+
+    The models' own loops apply no penalties; a request may ask for its own. Warns of what is
+    dropped.
     """
     if model_config.generation_config == "vllm":
         return
@@ -105,6 +111,28 @@ def leave_out_penalties(model_config: ModelConfig) -> None:
             "model's own decoding has no penalties.",
             ", ".join(dropped),
         )
+    wrong = []
+    for name, parameter in DEFAULTS.items():
+        value = stored.get(name)
+        if value is None or name in override or _is_possible(parameter, value):
+            continue
+        override[name] = None
+        wrong.append(f"{name} {value!r}")
+    if wrong:
+        logger.warning(
+            "The checkpoint's generation_config.json asks for %s, which no request can have: "
+            "vLLM's defaults apply.",
+            ", ".join(wrong),
+        )
+
+
+def _is_possible(parameter: str, value: Any) -> bool:
+    """Return whether a request can have a value of a parameter."""
+    try:
+        SamplingParams(**{parameter: value})
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 class _RulesType(type(RequestRules)):  # type: ignore[misc]

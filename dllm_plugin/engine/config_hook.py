@@ -55,7 +55,7 @@ from dllm_plugin.config.scheduling import (
 from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.engine import auto_dtype, builtin_models
-from dllm_plugin.engine.admission import leave_out_penalties, request_rules
+from dllm_plugin.engine.admission import leave_out_defaults, request_rules
 from dllm_plugin.engine.platforms import refuse_platform
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
@@ -210,7 +210,7 @@ def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     vllm_config.diffusion_config = DiffusionConfig(canvas_length=config.canvas_length)
     model_config.tokenizer_mode = TOKENIZER_MODE
     model_config.logits_processors = [request_rules(config)]
-    leave_out_penalties(model_config)
+    leave_out_defaults(model_config)
     set_scheduler(vllm_config, config)
     set_prefix_caching(vllm_config, config)
     set_graphs(vllm_config, config)

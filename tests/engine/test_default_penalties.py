@@ -1,4 +1,4 @@
-"""Penalties that a checkpoint's generation_config.json asks for refuse no plain request."""
+"""Penalties and wrong values of a checkpoint's generation_config.json refuse no plain request."""
 
 import json
 import logging
@@ -16,6 +16,7 @@ from vllm import SamplingParams
 pytestmark = pytest.mark.usefixtures("template")
 
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5}
+WRONG = {"temperature": -1.0, "top_p": 1.5, "top_k": "all", "max_new_tokens": 0}
 # transformers reads no presence_penalty from the file, so vLLM could not apply it.
 WARNED = "generation_config.json asks for repetition_penalty 1.05, which is not applied"
 TURN = [{"role": "user", "content": "abc"}]
@@ -28,11 +29,11 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def penalised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint whose authors' file asks for penalties."""
+    """A tiny checkpoint whose authors' file asks for penalties, and for what nobody can have."""
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny-llada"
     shutil.copytree(CHECKPOINTS / "tiny-llada", folder)
     file = folder / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | PENALTIES))
+    file.write_text(json.dumps(json.loads(file.read_text()) | PENALTIES | WRONG))
     return folder
 
 
@@ -62,13 +63,15 @@ def test_default_sampling_parameters(
         llm = room.start("llada", {}, model=str(model))
         asked = llm.get_default_sampling_params()
         neutral = SamplingParams()
-        for name in PENALTIES:
+        for name in (*PENALTIES, "temperature", "top_p", "top_k"):
             assert getattr(asked, name) == getattr(neutral, name)
         asked.temperature, asked.max_tokens = 0.0, 20
         tokens.append([token_ids(one) for one in generate(llm, [prompt], asked)])
     assert tokens[0] == tokens[1]
     warnings = [one for one in logged if WARNED in one.getMessage()]
     assert [one.levelname for one in warnings] == ["WARNING"]
+    wrong = "asks for temperature -1.0, top_k 'all', top_p 1.5, max_new_tokens 0, which"
+    assert [one for one in logged if wrong in one.getMessage()]
     asked.repetition_penalty = 1.5
     assert [token_ids(one) for one in generate(llm, [prompt], asked)] != tokens[0]
 
