@@ -210,8 +210,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         return argparse.Namespace(command="serve", run=lambda args: serve.run(rest))
     args = build_parser().parse(arguments, "command")
     # With --url the name is the server's own.
-    if getattr(args, "model", None) and getattr(args, "url", None) is None:
-        args.model = models.resolve(args.model)
+    model = getattr(args, "model", None)
+    if model is not None and getattr(args, "url", None) is None:
+        args.model = models.resolve(model)
     return args
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
@@ -36,7 +37,14 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def resolve(model: str) -> str:
-    """Return the folder or hub name that `model`, which may be a short name, stands for."""
+    """Return the folder or hub name that `model`, which may be a short name, stands for.
+
+    Raises ValueError if it stands for none.
+    """
+    if not model:
+        raise ValueError(
+            "the name of the model is empty: leave it out for the bundled one"
+        )
     if Path(model).expanduser().is_dir():
         return model
     name = hub_name(model)
@@ -154,19 +162,23 @@ def check_served(model: str, options: dict[str, Any]) -> None:
 def check_decoding(model: str, options: dict[str, Any]) -> None:
     """Raise ValueError for a strategy, policy or option that the model's family does not have.
 
-    What depends on the context, or on `adaptive`, the engine checks.
+    What depends on the context, or on widths by load, the engine checks.
     """
+    for adapter in ("lora_path", "draft_adapter"):
+        check_folder(options.get(adapter) or "")
     if not options or is_elsewhere(model):
         return
     architecture = str(architecture_of(read_config(model)))
     if architecture not in FAMILIES:
         return
+    from dllm_plugin.config.adaptive import check_adaptive
     from dllm_plugin.config.request.arguments import refuse_unread
     from dllm_plugin.decoding.methods import check_policy, choose_method
 
     family, strategy = FAMILIES[architecture], options.get("strategy", "auto")
     method, _ = choose_method(strategy, family, bool(options.get("lora_path")))
     if options.get("adaptive", "off") != "off":
+        check_adaptive(Options.from_user(options), method, family, "threshold")
         return
     if (policy := options.get("policy", "auto")) != "auto":
         check_policy(method, policy, family)

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +18,7 @@ import yaml
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import (
     check_decoding,
+    check_folder,
     check_served,
     is_elsewhere,
     resolve,
@@ -53,6 +55,7 @@ OTHER_FORMATS = (
     *("--config-format", "--hf-config-path", "--load-format", "--revision"),
     *("--download-dir", "--hf-overrides", "--hf-token"),
 )
+FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -152,6 +155,7 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
         check_decoding(model, section)
+    check_named_files(rest)
     check_port(rest)
     if section:
         config[SECTION] = section
@@ -275,6 +279,21 @@ def bundled_arguments(given: Sequence[str]) -> list[str]:
         if value_of(given, option) is None:
             arguments += [option, value]
     return arguments
+
+
+def check_named_files(arguments: Sequence[str]) -> None:
+    """Raise ValueError if a file or folder that vLLM will read is not there."""
+    for option in FILES:
+        if (name := value_of(arguments, option)) and not Path(name).is_file():
+            raise ValueError(f"{option} {name} is no file")
+    template = value_of(arguments, "--chat-template")
+    # It may be the value itself.
+    if template and "{" not in template and not Path(template).is_file():
+        raise ValueError(f"--chat-template {template} is no file")
+    check_folder(value_of(arguments, "--tokenizer") or "")
+    socket_folder = Path(value_of(arguments, "--uds") or "").parent
+    if not socket_folder.is_dir():
+        raise ValueError(f"there is no folder {socket_folder} for --uds")
 
 
 def check_port(arguments: Sequence[str]) -> None:

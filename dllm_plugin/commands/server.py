@@ -7,6 +7,7 @@ the server at once. If its engine dies, the server ends with status 1, so that a
 starts it again.
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -25,6 +26,8 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_plugin.commands.interrupts import (
@@ -103,6 +106,7 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     configure_logging_from_args(args)
     quieten()
     command.validate(args)
+    check_parsers(args)
     # The parent of several servers has no application that would take the signal.
     several = (args.api_server_count or args.data_parallel_size) > 1
     interrupts = Interrupts(SEVERAL_SECONDS) if several else None
@@ -115,6 +119,22 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
             end_now(INTERRUPTED)
     # A node without a server ends by a signal, or because a process of it has died.
     return ENGINE_DIED if args.headless else 0
+
+
+def check_parsers(args: argparse.Namespace) -> None:
+    """Raise ValueError for a parser of tools or of reasoning that vLLM does not know."""
+    if args.tool_parser_plugin or args.reasoning_parser_plugin:
+        return  # which vLLM loads later
+    for option, manager in (
+        ("tool_call_parser", ToolParserManager),
+        ("reasoning_parser", ReasoningParserManager),
+    ):
+        name, known = getattr(args, option), manager.list_registered()
+        if name and name not in known:
+            raise ValueError(
+                f"{flag_of(option)} {name} is unknown to vLLM{did_you_mean(name, known)}; "
+                f"known: {', '.join(known)}"
+            )
 
 
 def refuse_unknown(model: str) -> None:

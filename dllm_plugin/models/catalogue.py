@@ -104,14 +104,13 @@ CHECKPOINTS = read_checkpoints(Path(__file__).with_name("catalogue.csv"))
 def hub_name(model: str) -> str:
     """Return the hub name of a short name, and any other name as it is.
 
-    Raises ValueError for a short name of one of our families that is not listed.
+    Raises ValueError for what is written like a short name and is not listed.
     """
     if model in CHECKPOINTS:
         return CHECKPOINTS[model].hub
-    family = model.partition(":")[0]
-    if ":" in model and any(name.startswith(family + ":") for name in CHECKPOINTS):
+    if ":" in model and "/" not in model:
         raise ValueError(
             f"{model} is no short name (`diffuplug models` lists them)"
-            + did_you_mean(model, CHECKPOINTS)
+            + did_you_mean(model.lower(), CHECKPOINTS)
         )
     return model

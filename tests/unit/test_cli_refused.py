@@ -35,6 +35,15 @@ from dllm_plugin.commands import cli, models, phases
             ["generate", "x", "--model", "/no/such/folder"],
             "there is no folder /no/such/folder",
         ),
+        (["generate", "x", "--model", ""], "the name of the model is empty"),
+        (["serve", "--model="], "the name of the model is empty"),
+        (["serve", "sadr:8b"], "sadr:8b is no short name"),
+        (["doctor", "LLaDA:8B"], "did you mean llada:8b?"),
+        (["generate", "x", "--lora-path", "/no/such"], "there is no folder /no/such"),
+        (["serve", "--tokenizer", "./none"], "there is no folder ./none"),
+        (["serve", "--ssl-keyfile", "/none"], "--ssl-keyfile /none is no file"),
+        (["serve", "--chat-template=/none"], "--chat-template /none is no file"),
+        (["serve", "--uds", "/none/socket"], "there is no folder /none for --uds"),
         (["generate", " "], "the prompt is empty"),
         (
             ["generate", "x", "--json-schema", "/no/such/file"],
@@ -249,6 +258,10 @@ NO_STRATEGY = "'dual_cache' does not fit sdar models, which attend causally"
             NO_STRATEGY,
         ),
         (["serve", "--strategy", "causal_window"], "does not fit llada models"),
+        (
+            ["serve", "--strategy", "dual_cache", "--adaptive", "balanced"],
+            "adaptive 'balanced' needs a strategy that attends from block to block",
+        ),
         (["serve", SDAR, "--policy", "origin"], "policy 'origin' has no meaning"),
         (
             ["serve", SDAR, "--full-refresh-every", "8"],

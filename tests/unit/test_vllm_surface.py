@@ -202,6 +202,8 @@ SIGNATURES = {
     "entrypoints.cli.serve:ServeSubcommand.validate": "self args",
     "entrypoints.cli.serve:ServeSubcommand.cmd": "args",
     "logger:configure_logging_from_args": "args",
+    "reasoning:ReasoningParserManager.list_registered": "",
+    "tool_parsers:ToolParserManager.list_registered": "",
     "exceptions:GracefulHTTPError": "message http_status",
     "exceptions:RetryableRequestError": "message='Request failed; please retry'",
     "exceptions:VLLMValidationError": "message * parameter=None value=None",

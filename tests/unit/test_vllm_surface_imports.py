@@ -50,12 +50,14 @@ vllm.model_executor.models.utils: WeightsMapper
 vllm.outputs: CompletionOutput RequestOutput
 vllm.platforms: current_platform
 vllm.plugins: load_general_plugins
+vllm.reasoning: ReasoningParserManager
 vllm.renderers: ChatParams
 vllm.renderers.hf: HfRenderer
 vllm.renderers.registry: RENDERER_REGISTRY
 vllm.sampling_params: RequestOutputKind SamplingParams StructuredOutputsParams
 vllm.tokenizers: cached_tokenizer_from_config
 vllm.tokenizers.registry: TokenizerRegistry
+vllm.tool_parsers: ToolParserManager
 vllm.transformers_utils.config: get_safetensors_params_metadata
 vllm.transformers_utils.model_arch_config_convertor: MODEL_ARCH_CONFIG_CONVERTORS
 vllm.transformers_utils.model_arch_config_convertor: ModelArchConfigConvertorBase

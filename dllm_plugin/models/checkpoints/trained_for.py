@@ -94,12 +94,12 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
     configured = getattr(model_config.hf_config, "mask_token_id", None)
     if configured is not None:
         vocab_size = model_config.get_vocab_size()
-        if not 0 <= configured < vocab_size:
+        if not isinstance(configured, int) or not 0 <= configured < vocab_size:
             raise ValueError(
                 f"mask_token_id {configured} in config.json lies outside the vocabulary of "
                 f"{vocab_size} tokens: correct config.json."
             )
-        return int(configured), "config.json"
+        return configured, "config.json"
     vocabulary = tokenizer_ids(model_config)
     for text in family.mask_tokens:
         if text in vocabulary:
