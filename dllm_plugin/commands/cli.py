@@ -1,6 +1,7 @@
 """Parse the command line of ``diffuplug`` and call the command's module. Light imports only."""
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ from dllm_plugin.commands.options import (
     add_model,
 )
 
+LEVEL = "VLLM_LOGGING_LEVEL"
 FAILED, WRONG_OPTIONS = 1, 2
 OVERVIEW = """Diffusion language models on vLLM.
 
@@ -161,6 +163,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error, WRONG_OPTIONS)
     except (ImportError, OSError, StartError) as error:
         return _failed(error, FAILED)
+    except _vllm_refusals() as error:
+        return _failed(error, WRONG_OPTIONS)
+
+
+def _vllm_refusals() -> tuple[type[Exception], ...]:
+    """Return the error by which vLLM refuses parameters, if vLLM was imported."""
+    module = sys.modules.get("vllm.exceptions")
+    return () if module is None else (module.VLLMValidationError,)
 
 
 def _failed(error: Exception, status: int) -> int:
@@ -169,13 +179,19 @@ def _failed(error: Exception, status: int) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    """Set what vLLM reads in the environment: where it logs, and how much."""
+    """Set what vLLM reads in the environment: where it logs, and how much.
+
+    Raises ValueError for a level of logging that does not exist.
+    """
+    level, known = os.environ.get(LEVEL, "INFO"), logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        raise ValueError(f"{LEVEL} {level!r} is none of {', '.join(known)}")
     if args.command == "serve":
         return
     # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if args.command not in OFFLINE:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault(LEVEL, "WARNING")
     elif args.model is None:  # these show phases in place of the log
         spin_briefly()
 

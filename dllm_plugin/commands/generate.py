@@ -20,6 +20,7 @@ from dllm_plugin.commands.options import (
     add_model_options,
     add_sampling,
     add_verbose,
+    share,
 )
 
 
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
     sampling = add_sampling(parser)
     add_max_tokens(sampling, 256)
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="1 is off (default: 1)"
+        "--top-p", type=share, default=1.0, metavar="P", help="1 is off (default: 1)"
     )
     form_of_answer = parser.add_argument_group("form of the answer")
     shape = form_of_answer.add_mutually_exclusive_group()

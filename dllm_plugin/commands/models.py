@@ -56,7 +56,7 @@ def resolve(model: str) -> str:
 def run(name: str | None) -> int:
     """Print the public checkpoints, or one of them; return the exit status."""
     if name is not None and name not in CHECKPOINTS:
-        known = did_you_mean(name, CHECKPOINTS)
+        known = did_you_mean(name.lower(), CHECKPOINTS)
         raise ValueError(f"{name} is no short name of a checkpoint{known}")
     memory = usable_memory()
     if name is not None:
@@ -103,7 +103,7 @@ def check_model(model: str) -> None:
     """Raise ValueError unless `model` is a checkpoint that DiffuPlug serves."""
     if is_elsewhere(model):
         return
-    refuse_unserved(model, _check_folder(model))
+    refuse_unserved(model, _checked_config(model))
 
 
 def check_files(model: str) -> None:
@@ -146,7 +146,7 @@ def check_served(model: str, options: dict[str, Any]) -> None:
 
     vLLM serves models of others, too, but those read none of our `options`.
     """
-    config = _check_folder(model)
+    config = _checked_config(model)
     architecture = str(architecture_of(config))
     if architecture in ARCHITECTURES:
         return
@@ -235,15 +235,23 @@ def config_path(model: str) -> Path:
                 f"the folder {model} holds no {CONFIG}: is it a checkpoint?"
             )
         return folder / CONFIG
-    if not model.startswith(("/", ".", "~")) and model.count("/") < 2:
-        return _fetched(model)
+    check_folder(model)
+    return _fetched(model)
+
+
+def check_folder(model: str) -> None:
+    """Raise ValueError if `model` is written like a path and there is no such folder."""
+    folder = Path(model).expanduser()
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if folder.is_dir() or not is_path:
+        return
     if folder.exists():
         raise ValueError(f"{model} is no folder")
     beside = os.listdir(folder.parent) if folder.parent.is_dir() else []
     raise ValueError(f"there is no folder {model}" + did_you_mean(folder.name, beside))
 
 
-def _check_folder(model: str) -> dict[str, Any]:
+def _checked_config(model: str) -> dict[str, Any]:
     """Return a checkpoint's configuration. Raises ValueError for a folder without weights."""
     config = read_config(model)
     folder = Path(model).expanduser()

@@ -6,6 +6,7 @@ Flags of engine options are made of the options themselves: ``--canvas-length`` 
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -30,8 +31,10 @@ DECODE_OPTIONS = (
     "kv_cache_layout",
 )
 MODEL = "folder, hub name or short name (default: the bundled model)"
-DTYPES = "auto, float32, bfloat16, float16 (default: auto)"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
+DTYPES_HELP = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+UNRECOGNIZED = "unrecognized arguments: "
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
@@ -58,6 +61,10 @@ class Parser(argparse.ArgumentParser):
         if choice is not None:
             word, known = choice.groups()
             message += did_you_mean(word, re.findall(r"'([^']*)'", known))
+        if message.startswith(UNRECOGNIZED):
+            word = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
+            known = did_you_mean(word, self._option_string_actions)
+            message = f"there is no option {word}{known}"
         print(f"diffuplug: error: {message}", file=sys.stderr)
         sys.exit(2)
 
@@ -148,7 +155,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_dtype(parser: Any) -> None:
     """Add the option that chooses the dtype of weights and forwards."""
-    parser.add_argument("--dtype", default="auto", metavar="D", help=DTYPES)
+    parser.add_argument(
+        "--dtype", default="auto", choices=DTYPES, metavar="D", help=DTYPES_HELP
+    )
 
 
 def add_decode_options(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +179,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--temperature",
-        type=float,
+        type=temperature,
         default=0.0,
         metavar="T",
         help="0 is greedy (default: 0)",
@@ -205,4 +214,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def temperature(text: str) -> float:
+    """Return a number of at least 0. Raises ArgumentTypeError for others."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return value
+
+
+def share(text: str) -> float:
+    """Return a number above 0 and at most 1. Raises ArgumentTypeError for others."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value

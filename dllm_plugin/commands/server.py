@@ -37,7 +37,7 @@ from dllm_plugin.commands.interrupts import (
     end_now,
 )
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
-from dllm_plugin.commands.options import flag_of
+from dllm_plugin.commands.options import UNRECOGNIZED, flag_of
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
@@ -45,7 +45,6 @@ from dllm_plugin.decoding.families import FAMILIES
 
 MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
-UNRECOGNIZED = "unrecognized arguments: "
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
 
 POLL_SECONDS = 0.05

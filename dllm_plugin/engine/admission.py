@@ -84,9 +84,8 @@ class RequestRules(LogitsProcessor):
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
-# Defaults of requests that vLLM reads from generation_config.json, and vLLM's own names.
-DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-DEFAULTS["max_new_tokens"] = "max_tokens"
+# Defaults of requests that vLLM reads from generation_config.json, besides penalties.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def leave_out_defaults(model_config: ModelConfig) -> None:
@@ -112,9 +111,9 @@ def leave_out_defaults(model_config: ModelConfig) -> None:
             ", ".join(dropped),
         )
     wrong = []
-    for name, parameter in DEFAULTS.items():
+    for name in DEFAULTS:
         value = stored.get(name)
-        if value is None or name in override or _is_possible(parameter, value):
+        if value is None or name in override or _is_possible(name, value):
             continue
         override[name] = None
         wrong.append(f"{name} {value!r}")
@@ -130,7 +129,7 @@ def _is_possible(parameter: str, value: Any) -> bool:
     """Return whether a request can have a value of a parameter."""
     try:
         SamplingParams(**{parameter: value})
-    except (ValueError, TypeError):
+    except (VLLMValidationError, ValueError, TypeError):
         return False
     return True
 

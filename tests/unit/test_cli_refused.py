@@ -148,6 +148,11 @@ def test_error_is_one_sentence(
         ["eval", "--limit", "0"],
         ["generate", "x", "--chat", "--raw"],
         ["generate", "x", "--treshold", "0.9"],
+        ["generate", "x", "--temperature", "-1"],
+        ["generate", "x", "--temperature=nan"],
+        ["infill", "[MASK:2]", "--temperature=inf"],
+        ["generate", "x", "--top-p", "0"],
+        ["doctor", "--dtype", "bf16"],
         ["doctor", "some/model", "--model", "another/model"],
     ],
 )
