@@ -117,9 +117,15 @@ def spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         start_new_session=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, CORES),
+        preexec_fn=_as_from_a_terminal,
         **options,
     )
+
+
+def _as_from_a_terminal() -> None:
+    """Use every core and heed Ctrl-C, which a test run in the background ignores."""
+    os.sched_setaffinity(0, CORES)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

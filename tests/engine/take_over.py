@@ -48,6 +48,7 @@ def take_over(request: dict[str, Any], came: list[int], path: list[str]) -> None
     KEPT.update(request["environment"])
     bound = os.environ.get(PLACE)
     os.sched_setaffinity(0, request["cores"] if bound is None else [int(bound)])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
