@@ -23,6 +23,7 @@ from vllm.tracing import (
 
 from dllm_plugin.api.frames import FrameSource, changed, trace_of
 from dllm_plugin.config.carriers import (
+    unpack_drafts,
     unpack_positions,
     unpack_snapshot,
     unpack_start,
@@ -42,6 +43,7 @@ class Counts(NamedTuple):
     computed_positions  queries of all forwards: prompt, refreshes and guidance included
     wasted_positions    those beyond one for each token of answer and uncached prompt
     grammar             how it kept to its grammar; None without a grammar
+    drafts              drafts judged by causal forwards, and accepted; None if none judges
     """
 
     forwards: int
@@ -49,18 +51,23 @@ class Counts(NamedTuple):
     computed_positions: int
     wasted_positions: int
     grammar: str | None = None
+    drafts: tuple[int, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, and tokens per forward."""
         per_forward = round(self.tokens / self.forwards, 2) if self.forwards else 0.0
-        fields = {
+        fields: dict[str, Any] = {
             "forwards": self.forwards,
             "tokens": self.tokens,
             "tokens_per_forward": per_forward,
             "computed_positions": self.computed_positions,
             "wasted_positions": self.wasted_positions,
         }
-        return fields if self.grammar is None else fields | {"grammar": self.grammar}
+        if self.grammar is not None:
+            fields["grammar"] = self.grammar
+        if self.drafts is not None:
+            fields["drafted_tokens"], fields["accepted_tokens"] = self.drafts
+        return fields
 
 
 def counts_of(
@@ -88,14 +95,18 @@ def counts_of(
         cached = max(0, prompt_tokens - (computed - sum(widths)))
     wasted = computed - (prompt_tokens - cached) - tokens
     grammar = None if mode is None else GRAMMAR_MODES[mode]
-    return Counts(sum(sent.histogram), tokens, computed, max(wasted, 0), grammar)
+    forwards, wasted = sum(sent.histogram), max(wasted, 0)
+    return Counts(forwards, tokens, computed, wasted, grammar, unpack_drafts(sent))
 
 
 def total(of_choices: list[Counts]) -> Counts:
     """Return the sum over the choices of a request, which has one grammar at most."""
-    forwards, tokens, computed, wasted, grammars = zip(*of_choices, strict=True)
-    numbers = (sum(forwards), sum(tokens), sum(computed), sum(wasted))
-    return Counts(*numbers, grammars[0])
+    columns = list(zip(*of_choices, strict=True))
+    forwards, tokens, computed, wasted = map(sum, columns[:4])
+    judged = [counts.drafts for counts in of_choices if counts.drafts is not None]
+    drafts = [sum(column) for column in zip(*judged, strict=True)]
+    both = (drafts[0], drafts[1]) if drafts else None
+    return Counts(forwards, tokens, computed, wasted, of_choices[0].grammar, both)
 
 
 @dataclasses.dataclass(eq=False)

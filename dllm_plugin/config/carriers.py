@@ -185,7 +185,7 @@ def pack_start(
     """Record how a request started, once: one that was preempted starts again.
 
     Args:
-        grammar: place in `arguments.GRAMMAR_MODES`; None without a grammar.
+        grammar: place in `arguments.GRAMMAR_MODES`, never 0; None without a grammar.
     """
     if not counts.per_step_drafted:
         mode = [] if grammar is None else [grammar]
@@ -195,7 +195,26 @@ def pack_start(
 def unpack_start(counts: "RequestSpecDecodeMetrics") -> tuple[int, int | None]:
     """Return cached prompt tokens and the place of the grammar mode, None without a grammar."""
     cached, *mode = counts.per_step_drafted or [0]
-    return cached, mode[0] if mode else None
+    return cached, mode[0] if mode and mode[0] else None
+
+
+# Drafts of a request: judged by causal forwards, and accepted. Two entries after those.
+
+
+def pack_drafts(counts: "RequestSpecDecodeMetrics", judged: int, accepted: int) -> None:
+    """Count drafts that a forward has judged, and those that it has accepted."""
+    facts = counts.per_step_drafted
+    facts += [0] * (4 - len(facts))
+    facts[2] += judged
+    facts[3] += accepted
+
+
+def unpack_drafts(counts: "RequestSpecDecodeMetrics") -> tuple[int, int] | None:
+    """Return how many drafts were judged and accepted; None if no forward judges any."""
+    if counts.per_step_accepted or len(counts.per_step_drafted) != 4:
+        return None
+    _, _, judged, accepted = counts.per_step_drafted
+    return judged, accepted
 
 
 # Width of each forward of a floating canvas, which is what vLLM means by the same fields.

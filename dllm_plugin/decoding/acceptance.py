@@ -71,17 +71,13 @@ class Acceptance:
             self.tokens *= MOST_STEPS / self._total
             self._total = MOST_STEPS
 
-    def best(self) -> int:
-        """Return which pair fits best."""
-        error = (self.curves - self.tokens / self.steps) ** 2
-        return int((error * self.steps).sum(axis=1).argmin())
-
     def expected(self) -> tuple[tuple[float, float], np.ndarray]:
         """Return the fitted pair, and the tokens per forward of each width.
 
         These follow the fit where a width was hardly tried, and what it committed where it was.
         """
-        best = self.best()
+        error = (self.curves - self.tokens / self.steps) ** 2
+        best = int((error * self.steps).sum(axis=1).argmin())
         tokens = self.curves[best] * FIT_STEPS + self.tokens
         return self.pairs[best], tokens / (FIT_STEPS + self.steps)
 
@@ -122,29 +118,28 @@ class DraftAcceptance:
         self.places = {width: i for i, width in enumerate(widths)}
         self.curves = np.array([[drafted(w, s) for s in SHARES] for w in widths])
         self.steps = np.zeros(len(widths))
-        self.tokens = np.zeros(len(widths))
-        # Weight of the share, and the weighted share.
-        self._guess = np.array([FIRST_STEPS, FIRST_STEPS * FIRST_SHARE])
+        # As if steps of the longest drafts had shown it.
+        self.steps[-1] = FIRST_STEPS
+        self.tokens = self.steps * drafted(widths[-1], FIRST_SHARE)
 
     def observe(self, width: int, steps: int, tokens: int) -> None:
         """Count what a step brought: `steps` forwards of requests."""
         fade = FADE if width > 1 else PLAIN_FADE
         self.steps *= fade
         self.tokens *= fade
-        self._guess *= fade
         self.steps[self.places[width]] += 1
         self.tokens[self.places[width]] += tokens / steps
 
     def share(self) -> float:
         """Return the share, by as many drafts as each length has shown."""
-        weight, weighted = self._guess
+        weight = weighted = 0.0
         for place in np.flatnonzero(self.steps):
             if self.widths[place] > 1:
                 brings = self.tokens[place] / self.steps[place]
                 share = np.interp(brings, self.curves[place], SHARES)
                 weight += self.tokens[place]
                 weighted += self.tokens[place] * share
-        return float(weighted / weight)
+        return float(weighted / weight) if weight else 0.0
 
     def expected(self) -> tuple[tuple[float, float], np.ndarray]:
         """Return the share, with a zero, and the tokens per forward of each length."""

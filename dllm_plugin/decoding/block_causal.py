@@ -68,9 +68,8 @@ def _plan_blocks(
     done_RS = (canvas.size_RS - left_RS) / canvas.size_RS.clamp_min(1)
     predecessor_RS = torch.nn.functional.pad(done_RS[:, :-1], (1, 0), value=1.0)
 
-    add_RS = (
-        (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0) & canvas.computed_RS
-    )
+    add_RS = (slot_S == canvas.open_R[:, None]) & (canvas.size_RS > 0)
+    add_RS &= canvas.computed_RS
     add_RS &= predecessor_RS >= add_threshold_R[:, None]
     # The first block opens all the same: a grammar may have written the stop token before that.
     first_RS = (slot_S == 0) & ~canvas.ended_R[:, None]
@@ -116,9 +115,8 @@ def _allow_edits(canvas: Canvas, plan: StepPlan, mask_id: int) -> StepPlan:
     LLaDA2.1 ``generate``: at most ``max_post_steps`` steps without masks.
     """
     has_masks_R = plan.active_RS[:, 0]
-    edits_R = (
-        canvas.edits_R & (has_masks_R | (canvas.edits_left_R > 0)) & ~canvas.ended_R
-    )
+    edits_R = canvas.edits_R & ~canvas.ended_R
+    edits_R &= has_masks_R | (canvas.edits_left_R > 0)
     # Rows of a block that was not computed whole are wrong.
     edits_R &= canvas.computed_RS[:, 0]
     position_C = torch.arange(canvas.block_RC.shape[1], device=edits_R.device)

@@ -12,13 +12,7 @@ from torch import Tensor
 from dllm_plugin.decoding.block_causal import commit_blocks, plan_block_diffusion
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.causal_rows import Slots, one_block
-from dllm_plugin.decoding.plan import (
-    Canvas,
-    Proposal,
-    StepOutcome,
-    StepPlan,
-    replaced,
-)
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan, replaced
 from dllm_plugin.decoding.policies import Policy, Table, threshold_or_equal
 
 # Self-speculation drafts all tokens at once, unless a request asks for a threshold.

@@ -22,12 +22,7 @@ from torch import Tensor
 
 from dllm_plugin.decoding.block_causal import without_edits
 from dllm_plugin.decoding.blocks import leading, rank
-from dllm_plugin.decoding.plan import (
-    Canvas,
-    Proposal,
-    StepPlan,
-    replaced,
-)
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan, replaced
 from dllm_plugin.decoding.policies import Policy, PolicySettings, Table
 
 Slots = tuple[Tensor, Tensor, Tensor]

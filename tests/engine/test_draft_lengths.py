@@ -18,6 +18,7 @@ from engines import (
 )
 from mixed import Counted, fresh_compiler
 
+from dllm_plugin.config.carriers import unpack_drafts
 from dllm_plugin.decoding.step_costs import Costs
 
 ENGINES = {
@@ -87,7 +88,16 @@ def test_a_length_that_is_named_stays(served: Any) -> None:
     """Beside requests whose length changes."""
     llm, prompts = served
     named = params(40, dllm_block_length=4)
-    alone = [forwards(output) for output in generate(llm, prompts[:2], named)]
+    outputs = generate(llm, prompts[:2], named)
+    alone = [forwards(output) for output in outputs]
+    for output in outputs:
+        counts = output.outputs[0].spec_decode_metrics
+        drafted, accepted = unpack_drafts(counts)
+        rounds = sum(counts.histogram[1:])
+        # Each round brings a token beside the drafts that it accepts.
+        assert len(token_ids(output)) == rounds + accepted and 0 < accepted <= drafted
+        judges_all = not canvas_states(llm).config.method.causal_rows
+        assert drafted == 3 * rounds if judges_all else drafted < 3 * rounds
     scheduler(llm).controller.costs = DEAR
     outputs = generate(llm, prompts, [named, named, params(40), params(40)])
     assert [forwards(output) for output in outputs[:2]] == alone

@@ -46,6 +46,12 @@ def test_counts_of_what_the_scheduler_sent() -> None:
     assert held == ONE._replace(grammar="automaton")
     assert held.as_json() == IN_JSON | {"grammar": "automaton"}
     assert total([held, held]) == Counts(8, 20, 180, 120, "automaton")
+    sent.per_step_drafted = [16, 0, 9, 6]
+    judged = counts_of(completion, tokens=10, prompt_tokens=36)
+    assert judged == ONE._replace(drafts=(9, 6))
+    both = {"drafted_tokens": 9, "accepted_tokens": 6}
+    assert judged.as_json() == IN_JSON | both
+    assert total([judged, judged]) == Counts(8, 20, 180, 120, None, (18, 12))
     # Canvases that float: 40 positions in forwards, the others are the prompt's or in flight.
     sent.per_step_accepted, sent.per_step_drafted = [0, 5, 0, 5], [10, 10, 10, 10]
     assert counts_of(completion, 10, 70, cached=50) == ONE

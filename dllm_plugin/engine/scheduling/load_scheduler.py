@@ -17,11 +17,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from dllm_plugin.config.carriers import StepWidth
+from dllm_plugin.config.carriers import StepWidth, pack_drafts
 from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.config.request.parsing import given_arguments
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
+from dllm_plugin.engine.scheduling.reporting import RequestCounts
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 
@@ -172,17 +173,15 @@ class LoadScheduler(DiffusionScheduler):
         """Learn what a step's width brings, and return it."""
         if stats is None:
             return None
-        self._learn(stats)
+        width, rest = divmod(stats.num_draft_tokens, stats.num_drafts)
+        # If all its canvases had one known width.
+        if not rest and not self._own and width in self.controller.acceptance.places:
+            tokens = stats.num_accepted_tokens
+            self.controller.observe(width, stats.num_drafts, tokens)
         changes = self.controller.changes - self._reported_changes
         self._reported_changes = self.controller.changes
         scale = 0.0 if self.clock is None else self.clock.scale
         return StepWidth(self._width, changes, *self.controller.fitted, scale)
-
-    def _learn(self, step: SpecDecodingStats) -> None:
-        """Teach the controller what a step committed, if all its canvases had one known width."""
-        width, rest = divmod(step.num_draft_tokens, step.num_drafts)
-        if not rest and not self._own and width in self.controller.acceptance.places:
-            self.controller.observe(width, step.num_drafts, step.num_accepted_tokens)
 
 
 class DraftScheduler(LoadScheduler):
@@ -210,3 +209,16 @@ class DraftScheduler(LoadScheduler):
     def _canvas_tokens(self, request: Request) -> int:
         rows = super()._canvas_tokens(request)
         return rows if request.request_id in self._own else min(rows, self._width)
+
+    def _count_forward(self, counts: RequestCounts, rows: int, tokens: int) -> None:
+        """Count a forward, and the drafts that it has judged.
+
+        A forward that drafts a block commits nothing. One of a stride judges the drafts before it,
+        and drafts again if all of them were accepted.
+        """
+        super()._count_forward(counts, rows, tokens)
+        judged = rows - 1 if tokens else 0
+        if self.decode_config.method.causal_rows:
+            judged = min(counts.ahead, rows - 1)
+            counts.ahead = rows // 2 if tokens > judged else 0
+        pack_drafts(counts, judged, min(max(tokens - 1, 0), judged))

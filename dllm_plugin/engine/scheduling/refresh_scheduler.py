@@ -24,12 +24,7 @@ from dllm_plugin.config.worker_carriers import (
     unpack_masks_left,
     unpack_unconditional,
 )
-from dllm_plugin.decoding.full_attention import (
-    NO_TEMPLATE,
-    Bounds,
-    Layout,
-    bounds,
-)
+from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds
 from dllm_plugin.decoding.method import SpanFunction
 from dllm_plugin.engine.scheduling.forwards_in_flight import (
     BlockSpans,

@@ -33,7 +33,10 @@ class RequestCounts(RequestSpecDecodeMetrics):
     """Store the counts of a request, which the scheduler writes.
 
     histogram  forwards by the number of tokens that each committed
+    ahead      drafts that the next forward of a stride judges
     """
+
+    ahead = 0
 
     def observe(
         self, num_draft_tokens: int, num_accepted: int, detailed: bool = False
@@ -130,7 +133,8 @@ class ReportingScheduler(AsyncScheduler):
         request_id: str,
     ) -> SpecDecodingStats | None:
         """Count one forward as vLLM does, without its loops over positions."""
-        self._counts[request_id].histogram[num_accepted_tokens] += 1
+        counts = self._counts[request_id]
+        self._count_forward(counts, num_draft_tokens, num_accepted_tokens)
         if not (self.log_stats or self.counts_steps):
             return None
         stats = spec_decoding_stats or SpecDecodingStats(self.num_spec_tokens)
@@ -138,6 +142,10 @@ class ReportingScheduler(AsyncScheduler):
         stats.num_draft_tokens += num_draft_tokens
         stats.num_accepted_tokens += num_accepted_tokens
         return stats
+
+    def _count_forward(self, counts: RequestCounts, rows: int, tokens: int) -> None:
+        """Count a forward of a request: the positions it computed, the tokens it committed."""
+        counts.histogram[tokens] += 1
 
     def make_stats(
         self,

@@ -77,18 +77,15 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         asked = self.arguments_of(request)
         self.block_length[request.request_id] = asked.block_length
         # A canvas in flight, the canvas scheduled after it, and the next one.
-        reach = (
-            request.num_prompt_tokens + request.max_tokens + 3 * self.num_spec_tokens
-        )
-        if reach > self.max_model_len:
+        reach = request.num_prompt_tokens + request.max_tokens
+        if reach + 3 * self.num_spec_tokens > self.max_model_len:
             self._long.add(request.request_id)
         method = self.decode_config.method
         other = asked.block_length != self.decode_config.block_length
         if other and not method.causal:
             # Keys depend on where blocks end, so other requests must not use these pages.
-            request.cache_salt = (
-                f"{request.cache_salt or ''}/block {asked.block_length}"
-            )
+            salt = request.cache_salt or ""
+            request.cache_salt = f"{salt}/block {asked.block_length}"
             request.block_hashes.clear()
             request.update_block_hashes()
         if self.decode_config.method.splits_prompt:
@@ -228,10 +225,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
-            length, origin = (
-                self.block_length[request.request_id],
-                self._origin(request),
-            )
+            length = self.block_length[request.request_id]
+            origin = self._origin(request)
             end = origin + (end - origin) // length * length
             return max(0, end - num_computed_tokens)
         # A text that comes back is prefilled whole: a canvas may end inside a block.

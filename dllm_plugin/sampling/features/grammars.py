@@ -197,9 +197,11 @@ class VerifiedRows(StagedChecks):
     """Restrict the rows of causal forwards, and keep no draft that a grammar refuses."""
 
     payload: RowsPayload | None  # type: ignore[assignment]
+    _decided: tuple[Tensor, Tensor, Tensor]
 
     def start_step(self, step: DenoisingStep) -> None:
         """Add a restricted row for each place that a grammar knows."""
+        self._decided = self._decisions(step.slots_np)
         owner_np, keep_np = self._owners(step.slots_np)
         if not len(owner_np):
             return
@@ -208,7 +210,7 @@ class VerifiedRows(StagedChecks):
 
     def restrict(self, step: DenoisingStep) -> None:
         """Refuse the draft after the settled ids."""
-        row_G, settled_G, _ = self._decisions(step.slots_np)
+        row_G, settled_G, _ = self._decided
         canvas = step.canvas
         tokens_GC = canvas.tokens_RC[row_G]
         position_C = torch.arange(tokens_GC.shape[1], device=row_G.device)
@@ -223,7 +225,7 @@ class VerifiedRows(StagedChecks):
 
     def accept(self, step: DenoisingStep) -> None:
         """Take nothing of a step whose first id is not settled; replace that id."""
-        row_G, settled_G, forced_G = self._decisions(step.slots_np)
+        row_G, settled_G, forced_G = self._decided
         canvas, plan = step.canvas, step.plan
         void_R = torch.zeros_like(canvas.ended_R)
         void_R = void_R.index_copy(0, row_G, settled_G == 0) & ~canvas.ended_R
