@@ -176,11 +176,9 @@ class GrammarScheduler(AsyncScheduler):
         if self._refused:
             for of_client in outputs.values():
                 for output in of_client.outputs:
-                    if (
-                        output.finish_reason is not None
-                        and output.request_id in self._refused
-                    ):
-                        output.stop_reason = self._refused[output.request_id]
+                    why = self._refused.get(output.request_id)
+                    if why is not None and output.finish_reason is not None:
+                        output.stop_reason = why
             self._refused.clear()
         return outputs
 
@@ -208,9 +206,8 @@ class GrammarScheduler(AsyncScheduler):
             in_step |= self._predicts_first
             if in_step and request.num_tokens == num_tokens + emitted:
                 canvas = model_runner_output.canvases[req_id]
-                grammar.canvas = self._undecided_marked(
-                    canvas, req_id, num_tokens, emitted
-                )
+                where = (req_id, num_tokens, emitted)
+                grammar.canvas = self._undecided_marked(canvas, *where)
         return outputs
 
     def _undecided_marked(

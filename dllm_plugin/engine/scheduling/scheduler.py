@@ -96,9 +96,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         if template is not None:
             ends = template.ends(ends)
             params.stop_token_ids = template.ends(params.stop_token_ids or [])
-            if params.eos_token_id is not None and not template.ends(
-                [params.eos_token_id]
-            ):
+            eos = params.eos_token_id
+            if eos is not None and not template.ends([eos]):
                 params._eos_token_id = None
         if not params.ignore_eos:
             # Chat models end a turn with a token that configs do not list as EOS. In a
@@ -215,13 +214,10 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             num_new_tokens = min(num_new_tokens, most)
         if not (self.decode_config.prompt_has_blocks and num_new_tokens):
             return num_new_tokens
-        if (
-            request.status == RequestStatus.RUNNING
-            and num_computed_tokens < request.num_tokens
-        ):
-            num_new_tokens = min(
-                num_new_tokens, self.num_spec_tokens + self._spare_tokens
-            )
+        is_running = request.status == RequestStatus.RUNNING
+        if is_running and num_computed_tokens < request.num_tokens:
+            most = self.num_spec_tokens + self._spare_tokens
+            num_new_tokens = min(num_new_tokens, most)
             self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
         end = num_computed_tokens + num_new_tokens
         if end < request.num_tokens:
@@ -233,9 +229,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         comes_back = request.num_tokens > request.num_prompt_tokens
         if comes_back or num_computed_tokens != request.num_prompt_tokens:
             return num_new_tokens
-        return min(
-            num_new_tokens + self._first_tail(request), self._canvas_tokens(request)
-        )
+        wanted = num_new_tokens + self._first_tail(request)
+        return min(wanted, self._canvas_tokens(request))
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""
@@ -289,9 +284,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         """
         preempts = reset_running_requests and not self.scheduler_config.async_scheduling
         done = super().reset_prefix_cache(preempts, reset_connector)
-        return done or (
-            reset_running_requests and not self.kv_cache_manager.enable_caching
-        )
+        has_cache = self.kv_cache_manager.enable_caching
+        return done or (reset_running_requests and not has_cache)
 
     def _record_start(self, request_id: str, cached_tokens: int) -> None:
         """Record with a request's counts what was cached, and the mode of its grammar."""
