@@ -94,8 +94,9 @@ def test_a_length_that_is_named_stays(served: Any) -> None:
         counts = output.outputs[0].spec_decode_metrics
         drafted, accepted = unpack_drafts(counts)
         rounds = sum(counts.histogram[1:])
-        # Each round brings a token beside the drafts that it accepts.
-        assert len(token_ids(output)) == rounds + accepted and 0 < accepted <= drafted
+        # Each round brings a token beside the drafts that it accepts; the last may bring two.
+        assert len(token_ids(output)) - rounds - accepted in (0, 1)
+        assert 0 < accepted <= drafted
         judges_all = not canvas_states(llm).config.method.causal_rows
         assert drafted == 3 * rounds if judges_all else drafted < 3 * rounds
     scheduler(llm).controller.costs = DEAR
