@@ -11,7 +11,8 @@ CHECKS = {
     "sdar": (recorded.check_blocks, FULL, "sdar"),
     "full-eager": (recorded.check_full, EAGER, "llada", "prefix_cache"),
     "d2f-dream": (recorded.check_d2f, FULL, "d2f_dream"),
-    "llada2.1-eager": (recorded.check_blocks, EAGER, "llada2.1"),
+    "stable-diffcoder": (recorded.check_blocks, FULL, "stable-diffcoder"),
+    "fast-eager": (recorded.check_blocks, EAGER, "fast-dllm-v2-tied"),
 }
 
 
