@@ -63,6 +63,10 @@ def check_arguments(request: CompletionRequest) -> None:
 
 def check(request: CompletionRequest, fields: Asked | None) -> None:
     """Raise ValueError naming what excludes a choice of lengths."""
+    if request.n < 1 or (request.n > 1 and request.temperature == 0):
+        raise ValueError(
+            f"n must be 1 at temperature 0, and at least 1 above it, got {request.n}."
+        )
     fields, arguments = fields or Asked(), request.vllm_xargs or {}
     reported = {
         "diffusion.frames": fields.every,

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         if choice is not None:
             word, known = choice.groups()
             message += did_you_mean(word, re.findall(r"'([^']*)'", known))
-        if message.startswith(UNRECOGNIZED):
+        if message.startswith(f"{UNRECOGNIZED}-"):
             word = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
             known = did_you_mean(word, self._option_string_actions)
             message = f"there is no option {word}{known}"
@@ -217,9 +217,17 @@ def positive(text: str) -> int:
     return value
 
 
+def number(text: str) -> float:
+    """Return a number. Raises ArgumentTypeError for other texts."""
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text}") from error
+
+
 def temperature(text: str) -> float:
     """Return a number of at least 0. Raises ArgumentTypeError for others."""
-    value = float(text)
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
@@ -227,7 +235,7 @@ def temperature(text: str) -> float:
 
 def share(text: str) -> float:
     """Return a number above 0 and at most 1. Raises ArgumentTypeError for others."""
-    value = float(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value

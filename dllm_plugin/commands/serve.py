@@ -286,9 +286,10 @@ def check_named_files(arguments: Sequence[str]) -> None:
     for option in FILES:
         if (name := value_of(arguments, option)) and not Path(name).is_file():
             raise ValueError(f"{option} {name} is no file")
-    template = value_of(arguments, "--chat-template")
-    # It may be the value itself.
-    if template and "{" not in template and not Path(template).is_file():
+    template = value_of(arguments, "--chat-template") or ""
+    # It may be the template itself, or the name of one that vLLM has.
+    is_path = "/" in template and not {*"{}\n"} & {*template}
+    if is_path and not Path(template).is_file():
         raise ValueError(f"--chat-template {template} is no file")
     check_folder(value_of(arguments, "--tokenizer") or "")
     socket_folder = Path(value_of(arguments, "--uds") or "").parent

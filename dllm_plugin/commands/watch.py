@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_engine_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options of an engine of its own: a server has been given its own."""
     for name in OF_ENGINE:
-        if getattr(args, name) not in (None, False, "auto"):
+        given = getattr(args, name)
+        if given not in (None, False) and (name, given) != ("dtype", "auto"):
             raise ValueError(
                 f"{flag_of(name)} has no effect with --url, whose server has its own: "
                 "leave it out"

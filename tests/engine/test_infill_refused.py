@@ -38,6 +38,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "completions",
+        CHOSEN | {"n": 2, "temperature": 0},
+        "n must be 1 at temperature 0, and at least 1 above it, got 2.",
+    ),
+    (
+        "completions",
         CHOSEN | {"stream": True, "diffusion": {"frames": True}},
         "diffusion.frames needs one length: give it as an integer.",
     ),

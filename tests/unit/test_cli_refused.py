@@ -87,6 +87,10 @@ from dllm_plugin.commands import cli, models, phases
             "--strategy has no effect with --url",
         ),
         (
+            ["watch", "--url", "http://x", "--kv-cache-layout", "auto"],
+            "--kv-cache-layout has no effect with --url",
+        ),
+        (
             ["watch", "--url", "http://x", "--dtype", "half"],
             "--dtype has no effect with --url",
         ),
@@ -152,6 +156,9 @@ def test_error_is_one_sentence(
         ["generate", "x", "--temperature=nan"],
         ["infill", "[MASK:2]", "--temperature=inf"],
         ["generate", "x", "--top-p", "0"],
+        ["generate", "x", "--top-p", "much"],
+        ["report", "sdar:8b", ""],
+        ["report", "sdar:8b", "another"],
         ["doctor", "--dtype", "bf16"],
         ["doctor", "some/model", "--model", "another/model"],
     ],

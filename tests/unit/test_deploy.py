@@ -23,6 +23,7 @@ from dllm_plugin.commands.serve import take_model
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.methods import choose_method
+from dllm_plugin.models.catalogue import CHECKPOINTS
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("*.Dockerfile"))
@@ -144,6 +145,8 @@ def test_hosts_differ_only_in_their_role() -> None:
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     gpus = worker["resources"]["limits"]["nvidia.com/gpu"]
     assert ranks == gpus * args.nnodes and args.headless
+    (served,) = [one for one in CHECKPOINTS.values() if one.hub == args.model]
+    assert args.pipeline_parallel_size == 1 or "num_experts" not in served.shape
     assert leader["env"] == worker["env"]
 
 
