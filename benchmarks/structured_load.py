@@ -93,8 +93,6 @@ def measure(
     from vllm.sampling_params import StructuredOutputsParams
 
     engine, schemas, tokenizer = llm.llm_engine, eight_schemas(), llm.get_tokenizer()
-    counts = engine.engine_core.engine_core.scheduler.grammar_counts
-    spent, checks = counts.seconds, counts.checks
     held = {str(2 * i + 1): schemas[i % len(schemas)] for i in range(constrained)}
     for i, prompt in enumerate(prompts):
         schema = held.get(str(i))
@@ -129,8 +127,6 @@ def measure(
         "valid": sum(valid),
         "free_tokens_per_s": tokens / last,
         "step_ms": 1e3 * last / steps_until,
-        "check_ms_per_step": 1e3 * (counts.seconds - spent) / steps_done,
-        "checks": counts.checks - checks,
     }
 
 

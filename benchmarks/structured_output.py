@@ -75,13 +75,10 @@ def measure(
         "structured_outputs": asked,
     }
     params = SamplingParams(**options)
-    counts = llm.llm_engine.engine_core.engine_core.scheduler.grammar_counts
-    before = dict(vars(counts))
     began = time.perf_counter()
     chats = [conversation(one.question) for one in problems]
     outputs = llm.chat(chats, params, use_tqdm=False)
     seconds = time.perf_counter() - began
-    spent = {name: value - before[name] for name, value in vars(counts).items()}
     right = valid = tokens = 0
     for one, output in zip(problems, outputs, strict=True):
         tokens += len(output.outputs[0].token_ids)
@@ -95,8 +92,6 @@ def measure(
         "valid": valid / len(problems),
         "tokens_per_forward": tokens / sum(map(num_forwards, outputs)),
         "tokens_per_text": tokens / len(problems),
-        "refused_per_text": spent["refused"] / len(problems),
-        "check_ms_per_step": 1e3 * spent["seconds"] / max(spent["steps"], 1),
         "seconds": seconds,
     }
 
@@ -112,11 +107,7 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
         *ways.items(),
         *ways.items(),
     ):  # the first time kernels may be compiled
-        engine, counts = (
-            llm.llm_engine,
-            llm.llm_engine.engine_core.engine_core.scheduler,
-        )
-        spent = counts.grammar_counts.seconds
+        engine = llm.llm_engine
         texts = [
             llm.get_tokenizer().apply_chat_template(
                 conversation(one.question), add_generation_prompt=True, tokenize=False
@@ -132,17 +123,13 @@ def mixed(llm: Any, problems: list[Any], grammars: list[Any]) -> dict[str, float
             if grammar is not None:
                 params.extra_args = {"dllm_grammar": name}
             engine.add_request(str(i), {"prompt": text}, params)
-        began, tokens, last, steps = time.perf_counter(), 0, 0.0, 0
+        began, tokens, last = time.perf_counter(), 0, 0.0
         while engine.has_unfinished_requests():
-            steps += 1
             for output in engine.step():
                 if output.finished and int(output.request_id) % 2 == 0:
                     tokens += len(output.outputs[0].token_ids)
                     last = time.perf_counter() - began
         rates[f"free tokens/s beside {name}"] = tokens / last
-        rates[f"host ms/step beside {name}"] = (
-            1e3 * (counts.grammar_counts.seconds - spent) / steps
-        )
     return rates
 
 

@@ -137,13 +137,13 @@ def decode_rate(run: Run, requests: int) -> float:
     first = run.answers[:requests]
     begin = max(answer.arrivals[0].step for answer in first)
     end = min(answer.arrivals[-1].step for answer in first)
+    if end <= begin:
+        raise ValueError(NEVER_AT_ONCE.format(requests))
     tokens = 0
     for answer in run.answers:
         for arrival in answer.arrivals:
             if begin < arrival.step <= end:
                 tokens += arrival.tokens
-    if end == begin:
-        raise ValueError(NEVER_AT_ONCE.format(requests))
     return tokens / (run.stamps[end] - run.stamps[begin])
 
 

@@ -83,6 +83,7 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
+    # vLLM's is abstract.
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
 

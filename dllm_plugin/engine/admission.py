@@ -84,8 +84,9 @@ class RequestRules(LogitsProcessor):
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
-# Defaults of requests that vLLM reads from generation_config.json, besides penalties.
-DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+# Parameters of requests by their names in generation_config.json, besides penalties.
+DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+DEFAULTS["max_new_tokens"] = "max_tokens"
 
 
 def leave_out_defaults(model_config: ModelConfig) -> None:
@@ -111,9 +112,9 @@ def leave_out_defaults(model_config: ModelConfig) -> None:
             ", ".join(dropped),
         )
     wrong = []
-    for name in DEFAULTS:
+    for name, parameter in DEFAULTS.items():
         value = stored.get(name)
-        if value is None or name in override or _is_possible(name, value):
+        if value is None or name in override or _is_possible(parameter, value):
             continue
         override[name] = None
         wrong.append(f"{name} {value!r}")

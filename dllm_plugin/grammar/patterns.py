@@ -88,6 +88,8 @@ def read_tokens(pattern: str) -> list[Token]:
         tokens.append(token)
         before, length = token.kind, length + len(token.text)
         if length > len(pattern) + MOST_ADDED:
+            if "\\p" in pattern or "\\P" in pattern:
+                raise LeftWhole
             raise ValueError(
                 f"has classes that take more than {MOST_ADDED} characters when they are written out"
             )
@@ -266,11 +268,24 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
 @cache
 def _category(name: str) -> Ranges:
     """Return the characters of a category of Unicode, such as ``L`` or ``Lu``."""
-    ranges: Ranges = []
+    parts: Ranges = []
+    for category, ranges in _categories().items():
+        if category.startswith(name):
+            parts += ranges
+    return _joined(parts)
+
+
+@cache
+def _categories() -> dict[str, Ranges]:
+    """Return the characters of all categories of two letters, by one pass over Unicode."""
+    found: dict[str, Ranges] = {}
     for code in range(LAST + 1):
-        if unicodedata.category(chr(code)).startswith(name):
+        ranges = found.setdefault(unicodedata.category(chr(code)), [])
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1] = (ranges[-1][0], code)
+        else:
             ranges.append((code, code))
-    return _joined(ranges)
+    return found
 
 
 def _of_ranges(ranges: Ranges) -> Token:

@@ -95,7 +95,7 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
 
 
 def read_draft_adapter(
-    path: str, model_config: ModelConfig, shapes: Shapes
+    path: str, model_config: ModelConfig, needed: Shapes
 ) -> lora.LoraAdapter:
     """Read a draft adapter; raise ValueError unless all of it fits this model."""
     adapter = lora.load_adapter(lora.adapter_folder(path))
@@ -108,7 +108,7 @@ def read_draft_adapter(
         config = model_config.hf_config
         names = (model_config.model, config._name_or_path, config.source_name)
         lora.check_base(adapter, names)
-    lora.check_coverage(adapter, shapes)
+    lora.check_coverage(adapter, needed)
     return adapter
 
 

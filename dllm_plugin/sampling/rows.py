@@ -127,7 +127,7 @@ class VocabShard:
     def gather_partials(self, partials_KTP: Tensor) -> Tensor:
         """Return the partials of all ranks, in the order of their columns.
 
-        float64 ``[K, T, P] -> [S, K, T, P]``.
+        float64 ``[K, T, P] -> [S, K, T, P]``: K numbers of each of T rows in P partials, S ranks.
         """
         if not partials_KTP.numel():
             return partials_KTP[None]  # vLLM's gather on CPUs dies on an empty tensor

@@ -86,7 +86,7 @@ class EmittedTokens(NamedTuple):
     emitted_R   int32, how many of them are emitted
     rejected_R  int32, by how much the request's computed positions fall back
     broken_R    int32, positions whose logits were NaN or infinite where a token was wanted.
-                Asynchronous full attention packs `left_R` in it: `config/carriers.py`.
+                Asynchronous full attention packs `left_R` in it: `config/worker_carriers.py`.
     left_R      int32, positions that are still masked in blocks that go on, 0 in others; None if
                 nobody counts them
     """

@@ -165,6 +165,12 @@ def test_mask_and_ends(name, mask, found_in, ends, checkpoints, vllm_config_for)
     assert find_turn_ends(model_config, family) == ends
 
 
+@pytest.mark.parametrize("given", ["282", 5.0, True])
+def test_mask_tokens_that_are_no_numbers_are_refused(given):
+    with pytest.raises(ValueError, match=f"mask_token_id {given!r} .* whole number"):
+        find_mask_token(served("weights", mask_token_id=given), SDAR)
+
+
 def served(model: str, **config):
     """What the lookup reads of a ModelConfig."""
     return SimpleNamespace(

@@ -50,6 +50,11 @@ def test_bytes_of_quantised_layers() -> None:
     for bits, wanted in ((8, 1), (4, FOUR_BITS)):
         stored = {"config_groups": {"group_0": {"weights": {"num_bits": bits}}}}
         assert layer_bytes("compressed-tensors", 2, stored) == wanted
+    odd = {"config_groups": {"W4A16": ["Linear"], "group_1": {"weights": None}}}
+    assert layer_bytes("compressed-tensors", 2, odd) == 1
+    groups = stored["config_groups"] | {"group_1": {"weights": {"num_bits": 8}}}
+    assert layer_bytes("compressed-tensors", 2, {"config_groups": groups}) == 1
+    assert layer_bytes("compressed-tensors", 2, {"config_groups": None}) == 1
 
 
 def test_every_family_has_a_checkpoint() -> None:

@@ -103,6 +103,13 @@ def test_what_is_refused(pattern: str) -> None:
     assert len(str(raised.value)) < 250
 
 
+def test_many_categories_are_left_to_the_backend() -> None:
+    """Written out they would be too long."""
+    params = ask(9)
+    params.structured_outputs = StructuredOutputsParams(regex=r"\p{L}" * 11)
+    check_readable(params)
+
+
 PATTERNS = (
     *(".{4}", r"\w+@\w+\.com", r"[^\W\d]{3}", r"\D\S\W", r"\s\d", "[[:alpha:]&&x]{3}"),
     *(r"\A\d\Z", "^(?:a$|b.$)", r"[^a]{2}|[]\\]", r"\x5fa[\x5fa]", "[é-ü日]{2}"),

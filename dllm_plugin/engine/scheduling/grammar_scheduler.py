@@ -104,7 +104,7 @@ class GrammarScheduler(AsyncScheduler):
             # An automaton reads canvases on the device: nothing waits for it.
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
             grammars = [_grammar_of(self.requests[req_id]) for req_id in ids]
-            drafts = any(isinstance(one, CanvasGrammar) for one in grammars)
+            drafts = any(isinstance(grammar, CanvasGrammar) for grammar in grammars)
             scheduler_output.pending_structured_output_tokens = drafts
         if self._with_grammar and self._predicts_first:
             ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()

@@ -101,8 +101,11 @@ def layer_bytes(
     """
     if quantization is None:
         return dtype_bytes
-    groups = list((stored or {}).get("config_groups", {}).values())
-    is_packed = bool(groups) and groups[0]["weights"]["num_bits"] == 4
+    bits = []
+    for group in ((stored or {}).get("config_groups") or {}).values():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        bits += [weights["num_bits"]] if weights else []
+    is_packed = set(bits) == {4}
     if is_packed or any(name in quantization for name in OF_FOUR_BITS):
         return FOUR_BITS
     return EIGHT_BITS

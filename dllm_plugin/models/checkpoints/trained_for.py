@@ -93,8 +93,13 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
     """
     configured = getattr(model_config.hf_config, "mask_token_id", None)
     if configured is not None:
+        if type(configured) is not int:
+            raise ValueError(
+                f"mask_token_id {configured!r} in config.json is no whole number: correct "
+                "config.json."
+            )
         vocab_size = model_config.get_vocab_size()
-        if not isinstance(configured, int) or not 0 <= configured < vocab_size:
+        if not 0 <= configured < vocab_size:
             raise ValueError(
                 f"mask_token_id {configured} in config.json lies outside the vocabulary of "
                 f"{vocab_size} tokens: correct config.json."
