@@ -4,11 +4,10 @@
 # Each installs what it needs first: install what runs, install-test the test tools too.
 # KEEP=1 leaves the demo's server running, with its viewer.
 # Variables: VENV (folder), PYTHON (interpreter), DIFFUPLUG_DEVICE (cpu or cuda), PYTEST_ARGS,
-# WORKERS (processes that share the test files; each holds an engine of its own). One more than
-# cores: a fifth of the tests' time is spent in waiting for servers that start or end.
+# WORKERS (processes that share the test files; each holds an engine of its own).
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest
 # By file, for the tests of a file share engines, in the order of tests/spread.py. One session runs
 # all folders, so that no core waits for the last of each.

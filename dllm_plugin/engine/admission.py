@@ -84,9 +84,9 @@ class RequestRules(LogitsProcessor):
         raise AssertionError("the diffusion sampler applies no logits processors")
 
 
-# Parameters of requests by their names in generation_config.json, besides penalties.
-DEFAULTS = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-DEFAULTS["max_new_tokens"] = "max_tokens"
+# Defaults that vLLM reads from generation_config.json, besides penalties and a length that vLLM
+# refuses at start if no request can have it.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def leave_out_defaults(model_config: ModelConfig) -> None:
@@ -112,9 +112,9 @@ def leave_out_defaults(model_config: ModelConfig) -> None:
             ", ".join(dropped),
         )
     wrong = []
-    for name, parameter in DEFAULTS.items():
+    for name in DEFAULTS:
         value = stored.get(name)
-        if value is None or name in override or _is_possible(parameter, value):
+        if value is None or name in override or _is_possible(name, value):
             continue
         override[name] = None
         wrong.append(f"{name} {value!r}")

@@ -16,7 +16,7 @@ from vllm import SamplingParams
 pytestmark = pytest.mark.usefixtures("template")
 
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5}
-WRONG = {"temperature": -1.0, "top_p": 1.5, "top_k": "all", "max_new_tokens": 0}
+WRONG = {"temperature": -1.0, "top_p": 1.5, "top_k": "all"}
 # transformers reads no presence_penalty from the file, so vLLM could not apply it.
 WARNED = "generation_config.json asks for repetition_penalty 1.05, which is not applied"
 TURN = [{"role": "user", "content": "abc"}]
@@ -70,7 +70,7 @@ def test_default_sampling_parameters(
     assert tokens[0] == tokens[1]
     warnings = [one for one in logged if WARNED in one.getMessage()]
     assert [one.levelname for one in warnings] == ["WARNING"]
-    wrong = "asks for temperature -1.0, top_k 'all', top_p 1.5, max_new_tokens 0, which"
+    wrong = "asks for temperature -1.0, top_k 'all', top_p 1.5, which"
     assert [one for one in logged if wrong in one.getMessage()]
     asked.repetition_penalty = 1.5
     assert [token_ids(one) for one in generate(llm, [prompt], asked)] != tokens[0]

@@ -17,7 +17,6 @@ import httpx
 import psutil
 import pytest
 from engines import CHECKPOINTS
-from forked import PYTHON
 from processes import Server, end, environment, free_port, serve_command, serving, spawn
 from streams import join, start_streams
 
@@ -90,11 +89,6 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def python_for(phase: str, whole_group: bool) -> str:
-    """Return what runs a command: a fork has imported vLLM, and gets signals as a group."""
-    return PYTHON if whole_group and phase in IMPORTED else sys.executable
-
-
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
 @pytest.mark.parametrize("phase", ["starting the engine", IMPORTED[0]])
 def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
@@ -121,11 +115,10 @@ def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
 @pytest.mark.parametrize("words", ["diffuplug: starting vLLM", IMPORTED[1]])
 def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
-    python = python_for(words, whole_group)
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = spawn(
-            serve_command(free_port(), python=python),
+            serve_command(free_port(), python=sys.executable),
             stdout=file,
             stderr=file,
             env=environment(
@@ -135,8 +128,7 @@ def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
     try:
         wait_for(log, words, process)
         one = None if whole_group else process.pid
-        forks = log if python == PYTHON else None
-        assert interrupted(process, signal.SIGINT, one, forks) < SOON + SLACK
+        assert interrupted(process, signal.SIGINT, one) < SOON + SLACK
     finally:
         end(process)
     assert process.returncode == 130
