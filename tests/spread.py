@@ -33,6 +33,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
     "tiny server": (
         "engine/test_full_server.py",
         "engine/test_infill_api.py",
+        "engine/test_infill_lengths.py",
         "engine/test_likelihood_api.py",
         "engine/test_infill_refused.py",
         "engine/test_api.py",

@@ -7,6 +7,7 @@ import httpx
 
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r * r\n"
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
+LENGTHS = [2, 5, 12]
 CHOSEN = GREEDY | {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12}
 FIM = CHOSEN | {"diffusion": {"lengths": 12}}
 

@@ -10,6 +10,7 @@ from infill_requests import (
     CHOSEN,
     FIM,
     GREEDY,
+    LENGTHS,
     PARTS,
     PREFIX,
     SUFFIX,
@@ -252,9 +253,6 @@ def by_hand(
     return filled["text"], sum(of_tail) / 4 + sum(of_fill) / length
 
 
-LENGTHS = [2, 5, 12]
-
-
 def test_lengths_are_tried_and_scored(client: httpx.Client, tokenizer: Any) -> None:
     """The best is the reply, as if it had been asked for alone; the scores of all are told."""
     prompt, tail = (
@@ -292,50 +290,6 @@ def test_lengths_are_tried_and_scored(client: httpx.Client, tokenizer: Any) -> N
         chunks[-1]["usage"] == reply["usage"]
         and chunks[-1]["metrics"] == reply["metrics"]
     )
-
-
-def test_lengths_that_nobody_names(client: httpx.Client) -> None:
-    """What fits of 4, 8, 16 and so on, `max_tokens`, and nothing below `min_tokens`."""
-    reply = post(client, "fim/completions", CHOSEN)
-    [choice] = reply["choices"]
-    assert [one["length"] for one in choice["diffusion"]["lengths"]] == [4, 8, 12]
-    assert set(choice["diffusion"]) == {"lengths"} and reply["metrics"] is None
-    assert choice["logprobs"] is None and choice["token_ids"] is None
-    assert choice["message"]["content"] == choice["text"]
-    for body, lengths in (
-        ({"min_tokens": 6}, [8, 12]),
-        ({"max_tokens": 4096}, [4, 8, 16, 32, 64, 128]),
-        ({"suffix": "?", "max_tokens": 5}, [4, 5]),
-    ):
-        [choice] = post(client, "completions", CHOSEN | body)["choices"]
-        assert [one["length"] for one in choice["diffusion"]["lengths"]] == lengths
-    [choice] = post(client, "completions", CHOSEN | {"max_tokens": 4})["choices"]
-    assert "diffusion" not in choice, "a single length is not chosen"
-
-
-def test_several_texts_have_the_length_of_the_best(client: httpx.Client) -> None:
-    """Choices as with that length alone, each with the scores; a stream has them, too."""
-    sampled = CHOSEN | {"n": 3, "temperature": 0.8, "seed": 5}
-    body = sampled | {"diffusion": {"lengths": LENGTHS}}
-    reply = post(client, "completions", body)
-    first = reply["choices"][0]["diffusion"]["lengths"]
-    best = max(first, key=lambda one: one["score"])["length"]
-    for choice in reply["choices"]:
-        assert choice["diffusion"].pop("lengths") == first
-    alone = post(client, "completions", sampled | {"diffusion": {"lengths": best}})
-    assert reply["choices"] == alone["choices"]
-    took, least = reply["metrics"]["diffusion"], alone["metrics"]["diffusion"]
-    assert took["forwards"] > least["forwards"] + len(LENGTHS)
-    chunks = stream(client, "completions", body)
-    texts = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] = choice["text"]
-    assert texts == {one["index"]: one["text"] for one in alone["choices"]}
-    gaps = GREEDY | {"temperature": 1.0, "text": "The sky is [MASK:2,4]!", "n": 2}
-    one, other = post(client, "infill", gaps)["choices"]
-    assert (one["index"], other["index"]) == (0, 1)
-    assert one["diffusion"]["lengths"] == other["diffusion"]["lengths"]
 
 
 def test_lengths_of_several_gaps(client: httpx.Client) -> None:
