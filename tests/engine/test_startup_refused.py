@@ -194,7 +194,7 @@ def test_mask_token_outside_the_vocabulary(checkpoint: Path, room: EngineRoom) -
     edit_json(checkpoint / "config.json", mask_token_id=320)
     assert "mask_token_id 320" in reason(room, model=str(checkpoint))
     edit_json(checkpoint / "config.json", mask_token_id="<mask>")
-    assert "mask_token_id <mask>" in reason(room, model=str(checkpoint))
+    assert "mask_token_id '<mask>'" in reason(room, model=str(checkpoint))
 
 
 def test_mask_token_from_the_tokenizer(checkpoint: Path, room: EngineRoom) -> None:
