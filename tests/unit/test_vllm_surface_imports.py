@@ -70,7 +70,7 @@ vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
 vllm.version: __version_tuple__
-vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides
+vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides current_stream
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
 vllm.v1.attention.backend: AttentionMetadata AttentionMetadataBuilder AttentionType
 vllm.v1.attention.backend: CommonAttentionMetadata MultipleOf

@@ -42,8 +42,8 @@ class AdapterRunner(GPUModelRunner):
         return model
 
 
-class PackingWorker(UpdatingWorker):
-    """Run updates of weights on a CPU."""
+class DiffusionCPUWorker(AdapterWorker, UpdatingWorker, CPUWorker):
+    """Run vLLM's CPU worker with grammars on canvases, adapters and new weights."""
 
     kernels: tuple[tuple[Any, Any], ...] = ()  # of experts, while weights come
 
@@ -66,10 +66,6 @@ class PackingWorker(UpdatingWorker):
         runner: Any = self.model_runner
         if runner.is_last_pp_rank and model.config.tie_word_embeddings:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-class DiffusionCPUWorker(AdapterWorker, PackingWorker, CPUWorker):
-    """Run vLLM's CPU worker with grammars on canvases, adapters and new weights."""
 
     def init_device(self) -> None:
         """Initialize as vLLM does, then put our runner's methods before those of vLLM's."""

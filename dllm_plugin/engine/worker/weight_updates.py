@@ -8,7 +8,7 @@ Adapters of requests are checked before vLLM loads them.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -81,17 +81,18 @@ class UpdatingWorker(RankWorker):
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
         """End the update if it fails."""
-        done = False
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._close_update)
             yield
-            done = True
-        finally:
-            if not done:
-                model: Any = self.get_model()
-                model.update = None
-                with set_current_vllm_config(self.vllm_config):
-                    restore_layers(model, self.model_config)
-                self._close_layers(model)
+            stack.pop_all()
+
+    def _close_update(self) -> None:
+        """Restore the old tensors of layers that were not updated."""
+        model: Any = self.get_model()
+        model.update = None
+        with set_current_vllm_config(self.vllm_config):
+            restore_layers(model, self.model_config)
+        self._close_layers(model)
 
     def _open_layers(self, model: nn.Module) -> None:
         """Prepare layers for new weights beyond what vLLM does."""

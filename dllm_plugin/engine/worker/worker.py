@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import CUDAGraphMode
+from vllm.utils.torch_utils import current_stream
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
@@ -183,6 +184,10 @@ class GrammarWorker(AdapterWorker, UpdatingWorker):
     def _make_model_runner(self) -> Any:
         """Return the runner, of version 2 as everywhere in this package."""
         assert self.use_v2_model_runner and self.device is not None
+        if self.parallel_config.pipeline_parallel_size > 1:
+            # The first call exchanges the stream if NCCL's warm-up did not, and stages wait for
+            # the stream on which their runner was made. Shared experts would call it later.
+            current_stream()
         return self.runner_class(self.vllm_config, self.device)
 
 
