@@ -31,7 +31,6 @@ vllm.lora.punica_wrapper.punica_cpu: PunicaWrapperCPU
 vllm.lora.request: LoRARequest
 vllm.v1.worker.cpu_worker: CPUWorker
 vllm.v1.worker.gpu.model_runner: GPUModelRunner
-vllm.v1.worker.gpu_worker: Worker
 """
 WORKER, RELOAD = (
     "v1.worker.gpu_worker:Worker.",

@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.engine.platforms import request_tiles
-from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
+from dllm_plugin.engine.worker.weight_updates import UpdatingWorker
 from dllm_plugin.engine.worker.worker import GrammarRunner
 
 
@@ -42,7 +42,7 @@ class AdapterRunner(GPUModelRunner):
         return model
 
 
-class DiffusionCPUWorker(AdapterWorker, UpdatingWorker, CPUWorker):
+class DiffusionCPUWorker(UpdatingWorker, CPUWorker):
     """Run vLLM's CPU worker with grammars on canvases, adapters and new weights."""
 
     kernels: tuple[tuple[Any, Any], ...] = ()  # of experts, while weights come

@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
 )
-from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin.engine.worker.ranks import RankWorker
 
@@ -34,7 +33,13 @@ def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
 
 
 class UpdatingWorker(RankWorker):
-    """Run vLLM's worker with updates of weights that are checked as a whole."""
+    """Run vLLM's worker with checked updates of weights, and checked adapters of requests."""
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
+        model: Any = self.get_model()
+        model.check_adapter(lora_request.lora_name, lora_request.lora_path)
+        return super().add_lora(lora_request)
 
     def start_weight_update(self) -> None:
         """Start an update as vLLM does; raise ValueError if the weights cannot be updated."""
@@ -99,13 +104,3 @@ class UpdatingWorker(RankWorker):
 
     def _close_layers(self, model: nn.Module) -> None:
         """Undo `_open_layers` after new weights have come or not."""
-
-
-class AdapterWorker(Worker):
-    """Run vLLM's worker with adapters of requests that are checked."""
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
-        model: Any = self.get_model()
-        model.check_adapter(lora_request.lora_name, lora_request.lora_path)
-        return super().add_lora(lora_request)

@@ -27,7 +27,7 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.worker_carriers import unpack_canvases
 from dllm_plugin.engine.grammars.automata import CanvasChecks, CanvasOutput
 from dllm_plugin.engine.worker.graph_times import measure, prepare
-from dllm_plugin.engine.worker.weight_updates import AdapterWorker, UpdatingWorker
+from dllm_plugin.engine.worker.weight_updates import UpdatingWorker
 
 UNLIMITED = np.iinfo(np.int32).max
 
@@ -176,7 +176,7 @@ class DiffusionRunner(GrammarRunner):
         return taken
 
 
-class GrammarWorker(AdapterWorker, UpdatingWorker):
+class GrammarWorker(UpdatingWorker):
     """Run vLLM's worker with grammars on canvases, and with vLLM's graphs."""
 
     runner_class: type[GrammarRunner] = GrammarRunner
