@@ -170,7 +170,8 @@ class CanvasRows(LogitsRows):
         step.index_np = np.arange(canvases)
         step.slots_np = batch.idx_mapping_np[:canvases]
         step.before_np = batch.num_computed_tokens_np[:canvases]
-        step.num_reqs, step.num_rows = batch.num_reqs, num_rows
+        # Compiled code serves any number of rows but one, which torch would compile anew.
+        step.num_reqs, step.num_rows = batch.num_reqs, max(num_rows, 2)
         step.chunks = list(self._chunks(logits_TV, batch, slots_R, planned))
         return step
 

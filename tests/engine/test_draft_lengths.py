@@ -17,6 +17,7 @@ from engines import (
     token_ids,
 )
 from mixed import Counted, fresh_compiler
+from torch._dynamo.utils import counters
 
 from dllm_plugin.config.carriers import unpack_drafts
 from dllm_plugin.decoding.step_costs import Costs
@@ -126,6 +127,23 @@ def test_other_strategies_choose_no_length(room: EngineRoom) -> None:
     assert canvas_states(llm).config.draft_rows == ()
 
 
+def _serve_every_kind(llm: Any, name: str, prompts: list[list[int]]) -> None:
+    """Serve one request and several, with one row each and more, with features and without."""
+    length = "dllm_window" if name == "wedlm" else "dllm_block_length"
+    short, featured = {length: 1}, {"logprobs": 2, "presence_penalty": 0.5}
+    for few in (1, 2, 4):
+        for options in ({}, short, featured, featured | short):
+            generate(llm, prompts[:few], params(12, **options))
+    generate(llm, prompts[:2], [params(12, **short), params(12, **featured)])
+    if name == "wedlm":
+        return
+    controller = scheduler(llm).controller
+    costs = controller.costs
+    for controller.costs in (DEAR, FREE, DEAR):
+        generate(llm, prompts[:1], params(24))
+    controller.costs = costs
+
+
 @pytest.mark.parametrize("name", ["nemotron", "idlm", "wedlm"])
 def test_compiled_steps_take_the_same_decisions(name: str, room: EngineRoom) -> None:
     """Traced and not translated; nothing is compiled once requests run."""
@@ -141,10 +159,14 @@ def test_compiled_steps_take_the_same_decisions(name: str, room: EngineRoom) -> 
         with torch.inference_mode():
             sampler.compile("eager")
         decider.decide = counted = Counted(decider.decide)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            outputs = generate(llm, prompts, wish)
+        compiled = counters["stats"]["unique_graphs"]
+        outputs = generate(llm, prompts, wish)
+        sizes, counted.sizes = counted.sizes, []
+        _serve_every_kind(llm, name, prompts)
+        assert counters["stats"]["unique_graphs"] == compiled > 0
+        assert {1, 2, 4} <= set(counted.sizes)
     sampler.rows.begin, decider.decide = before
     decider.compiled_for = None
     # Only a step with the first tokens of texts has a feature.
-    assert len(counted.sizes) > sum(map(forwards, outputs)) / len(prompts) / 2
+    assert len(sizes) > sum(map(forwards, outputs)) / len(prompts) / 2
     assert [token_ids(output) for output in outputs] == plain
