@@ -75,7 +75,7 @@ class Frames:
                 set_entries.append([position, *shown])
         final = len(self.tokens) if self.ended else snapshot.final
         self._settle(min(final, start))
-        return {
+        frame = {
             "forward": snapshot.forward,
             "start": start,
             "length": len(ids),
@@ -83,6 +83,9 @@ class Frames:
             "set": set_entries,
             "unset": unset,
         }
+        if snapshot.drafts is not None:
+            frame["drafted_tokens"], frame["accepted_tokens"] = snapshot.drafts
+        return frame
 
     def _settle(self, position: int) -> None:
         """Forget positions that no later frame can change, whole characters at a time."""
@@ -160,12 +163,15 @@ class FrameSource:
         """Add final text of a choice."""
         self._of(choice).tokens.extend(token_ids)
 
-    def end(self, choice: int, forwards: int) -> None:
+    def end(
+        self, choice: int, forwards: int, drafts: tuple[int, int] | None = None
+    ) -> None:
         """End a choice: its last frame shows what no snapshot did."""
         frames = self._of(choice)
         frames.ended = True
         length = len(frames.tokens)
-        self.add_snapshot(choice, Snapshot("", forwards, length, length, [], []))
+        last = Snapshot("", forwards, length, length, [], [], drafts)
+        self.add_snapshot(choice, last)
 
     def add_snapshot(self, choice: int, snapshot: Snapshot) -> None:
         """Add a snapshot in place of an earlier one of the choice that was not sent."""

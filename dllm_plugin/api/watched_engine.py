@@ -190,7 +190,10 @@ class WatchedEngine:
             frames.add_tokens(index, list(completion.token_ids))
             if completion.finish_reason is not None:
                 counts = self.counts.get(index)
-                frames.end(index, 0 if counts is None else counts.forwards)
+                if counts is None:
+                    frames.end(index, 0)
+                else:
+                    frames.end(index, counts.forwards, counts.drafts)
         if snapshot is not None:
             # vLLM names the choices of one prompt by number and request.
             number, _, rest = snapshot.request_id.partition("_")

@@ -36,6 +36,7 @@ class Snapshot(NamedTuple):
     final        number of leading output tokens that never change
     ids          token ids, NO_TOKEN where a position is masked
     confidences  one per id; None if no policy took the token
+    drafts       how many were judged and accepted so far; None if no forward judges any
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Snapshot(NamedTuple):
     final: int
     ids: list[int]
     confidences: list[float | None]
+    drafts: tuple[int, int] | None = None
 
 
 def pack_snapshot(
@@ -53,6 +55,7 @@ def pack_snapshot(
     final: int,
     ids_C: np.ndarray,
     confidence_C: np.ndarray,
+    drafts: tuple[int, int] | None = None,
 ) -> None:
     """Add a snapshot to an output; confidence 0 means that no policy took the token."""
     hundredths_C = np.rint(confidence_C * 100).clip(0, 100).astype(np.uint8)
@@ -64,6 +67,7 @@ def pack_snapshot(
         "final": final,
         "ids": ids_C.astype(np.int32).tobytes(),
         "confidences": hundredths_C.tobytes(),
+        "drafts": drafts,
     }
     output.kv_transfer_params = (output.kv_transfer_params or {}) | {SNAPSHOT: packed}
 
@@ -86,6 +90,7 @@ def unpack_snapshot(output: "RequestOutput") -> Snapshot | None:
         packed["final"],
         np.frombuffer(packed["ids"], dtype=np.int32).tolist(),
         confidences,
+        None if packed["drafts"] is None else tuple(packed["drafts"]),
     )
 
 

@@ -49,13 +49,14 @@ def answer(output: EngineCoreOutput) -> RequestOutput:
     )
 
 
+@pytest.mark.parametrize("drafts", [None, (9, 4)])
 @pytest.mark.parametrize("others", [None, {"remote_host": "a", "remote_port": 5}])
-def test_a_snapshot_lies_beside_a_connectors_keys(others: Any) -> None:
+def test_a_snapshot_lies_beside_a_connectors_keys(others: Any, drafts: Any) -> None:
     output = EngineCoreOutput("0_r", [], kv_transfer_params=others)
     ids, certain = np.array([5, NO_TOKEN, 7]), np.array([0.504, 0.0, 0.0])
-    carriers.pack_snapshot(output, 4, 16, 18, ids, certain)
+    carriers.pack_snapshot(output, 4, 16, 18, ids, certain, drafts)
     received = answer(sent(output))
-    wanted = Snapshot("0_r", 4, 16, 18, [5, NO_TOKEN, 7], [0.5, None, None])
+    wanted = Snapshot("0_r", 4, 16, 18, [5, NO_TOKEN, 7], [0.5, None, None], drafts)
     assert carriers.unpack_snapshot(received) == wanted
     assert received.kv_transfer_params == others
     assert carriers.unpack_snapshot(received) is None

@@ -34,6 +34,13 @@ def test_only_what_changed_is_sent() -> None:
     assert back["set"] == [[0, "B", 0.5]] and back["unset"] == [1, 2, 3]
 
 
+def test_counts_of_drafts_are_sent_if_a_forward_judges_any() -> None:
+    frames, first = Frames(decode), snapshot(0, 0, [-1, A])
+    assert "drafted_tokens" not in frames.frame(first)
+    frame = frames.frame(first._replace(drafts=(7, 5)))
+    assert (frame["drafted_tokens"], frame["accepted_tokens"]) == (7, 5)
+
+
 def test_positions_of_frames_that_were_dropped_come_with_the_text() -> None:
     frames = Frames(decode)
     frames.frame(snapshot(0, 0, [-1, A, -1, -1]))

@@ -15,7 +15,12 @@ from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from dllm_plugin.config.carriers import NO_TOKEN, pack_snapshot, pack_trace
+from dllm_plugin.config.carriers import (
+    NO_TOKEN,
+    pack_snapshot,
+    pack_trace,
+    unpack_drafts,
+)
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.worker_carriers import (
     CanvasRow,
@@ -209,6 +214,7 @@ def add_report(
             max(committed, len(watch.tokens)),
             step.canvas.ids_C[:window],
             step.canvas.confidence_C[:window],
+            unpack_drafts(watch.counts),
         )
     if watch.trace is not None and output.new_token_ids:
         pack_trace(output, watch.trace.take(first + len(output.new_token_ids)))
