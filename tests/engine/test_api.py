@@ -24,7 +24,7 @@ from engines import CHECKPOINTS
 from processes import KEY, PROXY
 from transformers import AutoTokenizer
 
-from dllm_plugin.commands import cli, watch
+from dllm_plugin.commands import cli, parsers, watch
 
 COUNTS = ("forwards", "tokens", "computed_positions", "wasted_positions")
 HISTOGRAMS = (
@@ -284,7 +284,7 @@ def test_watch_in_a_terminal(
     assert printed.out.strip() == plain["choices"][0]["message"]["content"].strip()
     tokens = plain["usage"]["completion_tokens"]
     assert re.fullmatch(rf"{tokens} tokens, \d+ forwards, .* seconds\n", printed.err)
-    args = cli.build_parser().parse_args([*words, f"--api-key={KEY}"])
+    args = parsers.build_parser().parse_args([*words, f"--api-key={KEY}"])
     seen = [
         [entry is None for entry in state.canvas] for state in watch.from_server(args)
     ]

@@ -60,7 +60,28 @@ def test_taken(body: object) -> None:
 
 def test_what_is_no_json_is_left_to_the_route() -> None:
     check_body(b'{"structured_outputs": ')
-    check_body(b'"structured_outputs"' + b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"[" * 100_000, "more than 200 deep"),
+        (b'{"a":' * 300 + b"1" + b"}" * 300, "more than 200 deep"),
+        (b'{"session_id": "\xed\xa0\xbd"}', "half of a surrogate pair"),
+        ('{"stream_options": 1}'.encode("utf-16"), "no UTF-8"),
+        ('{"stream_options": 1}'.encode("utf-32-be"), "no UTF-8"),
+    ],
+    ids=["lists", "objects", "surrogate", "utf-16", "utf-32"],
+)
+def test_refused_bytes(body: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_body(body)
+    assert sentence in str(caught.value)
+
+
+def test_brackets_in_texts_do_not_count() -> None:
+    check_body(json.dumps({"prompt": "[" * 1000 + '"{'}).encode())
+    check_body(json.dumps({"prompt": [[1], [2]] * 1000}).encode())
 
 
 FAR = {

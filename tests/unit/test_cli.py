@@ -14,7 +14,7 @@ import pytest
 from diffuplug_bench import cli as bench
 from diffuplug_bench.eval.scores import progress_bar
 from dllm_plugin import default_model
-from dllm_plugin.commands import cli, phases, server
+from dllm_plugin.commands import cli, parsers, phases, server
 from dllm_plugin.commands.offline import (
     collecting_later,
     engine_options,
@@ -215,13 +215,13 @@ def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[s
 
 def test_options_are_frozen() -> None:
     assert (
-        surface(cli.build_parser()) | surface(bench.build_parser(), "bench")
+        surface(parsers.build_parser()) | surface(bench.build_parser(), "bench")
         == COMMAND_OPTIONS
     )
 
 
 def test_bundled_model_is_the_default() -> None:
-    args = cli.build_parser().parse_args(["generate", "x"])
+    args = parsers.build_parser().parse_args(["generate", "x"])
     options = engine_options(args)
     assert options["model"] == default_model.path()
     assert options["additional_config"] == {"dllm": {}}
@@ -230,7 +230,7 @@ def test_bundled_model_is_the_default() -> None:
 @pytest.mark.parametrize("strategy", methods_of(LLADA))
 def test_bundled_model_by_a_strategy(strategy: str) -> None:
     """It gets its adapter for the strategy that uses it in the table of methods."""
-    args = cli.build_parser().parse_args(["generate", "x", "--strategy", strategy])
+    args = parsers.build_parser().parse_args(["generate", "x", "--strategy", strategy])
     dllm = {"strategy": strategy}
     method, _ = choose_method(strategy, LLADA, adapted=True)
     if method.uses_adapter:

@@ -57,8 +57,15 @@ def test_no_position(asked: Any, most: int) -> None:
 
 
 def test_none_fits() -> None:
-    """The longest is left, so that the refusal says how much it takes."""
-    assert lengths_of("auto", 300, 1, room=-5) == [300]
+    """The shortest is left, so that the refusal states the least that it takes."""
+    assert lengths_of("auto", 300, 1, room=-5) == [1]
+    assert lengths_of("auto", 300, 7, room=2) == [7]
+
+
+def test_fewer_positions_than_auto_tries() -> None:
+    assert lengths_of("auto", 300, 1, room=3) == [3]
+    assert lengths_of("auto", 2, 1, room=3) == [2]
+    assert each_choice(["a", ()], 2) == [["a", (2,)]]
 
 
 def test_each_choice() -> None:
@@ -69,7 +76,7 @@ def test_each_choice() -> None:
         ["a", (4,), "b", (3,)],
     ]
     assert [one[1][0] for one in each_choice(["a", (), "b", (10,)], 30)] == [4, 8, 16]
-    assert each_choice(["a", ()], 2) == [["a", (4,)]], (
+    assert each_choice(["a", ()], -2) == [["a", (1,)]], (
         "what does not fit is refused later"
     )
     with pytest.raises(ValueError) as caught:
@@ -88,7 +95,8 @@ def test_what_does_not_fit_is_left_out() -> None:
     named = [[one[1][0], one[3][0]] for one in each_choice(["a", (2, 12), "b", ()], 20)]
     assert named == [[2, 4], [2, 8], [12, 4], [12, 8]]
     assert [one[1][0] for one in each_choice(["a", (2, 40)], 20)] == [2, 40]
-    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", (4,), "b", (4,), "c"]], (
+    assert each_choice(["a", (), "b", (), "c"], 7) == [["a", (3,), "b", (3,), "c"]]
+    assert each_choice(["a", (), "b", (), "c"], 1) == [["a", (1,), "b", (1,), "c"]], (
         "refused later"
     )
 

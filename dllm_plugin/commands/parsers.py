@@ -1,0 +1,253 @@
+"""Parse the command line of ``diffuplug`` and call the command's module. No heavy imports."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import dllm_plugin
+from dllm_plugin.commands import eval as eval_command
+from dllm_plugin.commands import (
+    generate,
+    infill,
+    interrupts,
+    models,
+    serve,
+    watch,
+)
+from dllm_plugin.commands.installation import load_command
+from dllm_plugin.commands.models import check_files
+from dllm_plugin.commands.offline import (
+    collecting_later,
+    engine_options,
+    one_sentence,
+    spin_briefly,
+)
+from dllm_plugin.commands.options import (
+    Parser,
+    add_count,
+    add_decode_options,
+    add_dtype,
+    add_flags,
+    add_model,
+)
+
+LEVEL = "VLLM_LOGGING_LEVEL"
+FAILED, WRONG_OPTIONS = 1, 2
+OVERVIEW = """Diffusion language models on vLLM.
+
+serve:
+  serve     serve a model over HTTP; without a model, the bundled one
+  models    list public checkpoints
+
+ask without a server:
+  generate  answer one prompt, offline
+  infill    fill the gaps of a text, offline
+  watch     show which positions each forward decides
+
+check:
+  doctor    print what is installed, what would be chosen, and what fits
+  verify    compare a checkpoint with a second implementation
+  report    write one file about a model on this machine
+
+measure:
+  eval      score the bundled model on unseen problems
+  bench     measure this installation
+
+`diffuplug COMMAND --help` lists the options of a command."""
+OFFLINE = ("generate", "infill", "eval", "watch")
+
+
+def build_parser() -> Parser:
+    """Build the parser of all commands and their options."""
+    parser = Parser(
+        prog="diffuplug",
+        usage="diffuplug COMMAND ...",
+        description=OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=dllm_plugin.__version__)
+    commands = parser.add_subparsers(
+        dest="command",
+        required=True,
+        metavar="COMMAND",
+        prog="diffuplug",
+        help=argparse.SUPPRESS,
+    )
+    generate.add_parser(commands)
+    infill.add_parser(commands)
+    serve.add_parser(commands)
+    watch.add_parser(commands)
+    eval_command.add_parser(commands)
+    _add_doctor(commands)
+    _add_verify(commands)
+    parser_of_models = commands.add_parser("models")
+    parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
+    parser_of_models.set_defaults(run=lambda args: models.run(args.name))
+    commands.add_parser("bench")
+    commands.add_parser("report")
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor")
+    add_model(parser)
+    add_dtype(parser)
+    memory = parser.add_argument_group("memory", "What `fits` is computed for.")
+    add_count(memory, "--max-model-len", "tokens of a request")
+    memory.add_argument(
+        "--quantization", metavar="Q", help="such as fp8_per_channel (default: none)"
+    )
+    add_count(memory, "--tensor-parallel-size", "number of GPUs")
+    widths = parser.add_argument_group(
+        "widths by load", "Which width a load would get (docs/widths.md)."
+    )
+    add_count(widths, "--requests", "requests at once")
+    add_count(widths, "--context", "tokens of each (default: 1024)")
+    widths.add_argument(
+        "--acceptance",
+        metavar="P0:LAMBDA",
+        help="of tokens that a wide step decides (default: 0.9:2.5)",
+    )
+    widths.add_argument(
+        "--step-ms", type=float, metavar="MS", help="time of a step of one request"
+    )
+    add_flags(widths, ("adaptive", "min_window", "max_window", "canvas_length"))
+    add_decode_options(parser)
+    parser.set_defaults(run=_run_doctor)
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser("verify")
+    add_model(parser)
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="one prompt a line (default: five)"
+    )
+    add_count(parser, "--limit", "number of prompts (default: all)")
+    add_dtype(parser)
+    gpus = "number of GPUs (default: 1)"
+    add_count(parser, "--tensor-parallel-size", gpus, default=1)
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="compare with the checkpoint's own code, if it has some",
+    )
+    add_decode_options(parser)
+    parser.set_defaults(run=_run_verify)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, 1 for a failure, or 2 for wrong options."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        dllm_plugin.check_installed_vllm()
+        args = _parse(arguments)
+        if argv is None:
+            interrupts.end_at_signals()
+        _prepare(args)
+        status: int = args.run(args)
+        if argv is None and args.command in ("doctor", "eval"):
+            _end_process(status)
+        return status
+    except KeyboardInterrupt:
+        return interrupts.INTERRUPTED
+    except BrokenPipeError as error:
+        if not _output_is_cut():
+            return _failed(error, FAILED)
+        return 128 + signal.SIGPIPE
+    except (ValueError, FileNotFoundError) as error:
+        return _failed(error, WRONG_OPTIONS)
+    except (ImportError, OSError, interrupts.StartError) as error:
+        return _failed(error, FAILED)
+    except _vllm_refusals() as error:
+        return _failed(error, WRONG_OPTIONS)
+
+
+def _vllm_refusals() -> tuple[type[Exception], ...]:
+    """Return the error by which vLLM refuses parameters, if vLLM was imported."""
+    module = sys.modules.get("vllm.exceptions")
+    return () if module is None else (module.VLLMValidationError,)
+
+
+def _failed(error: Exception, status: int) -> int:
+    print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
+    return status
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    """Set what vLLM reads in the environment: where it logs, and how much.
+
+    Raises ValueError for a level of logging that does not exist.
+    """
+    level, known = os.environ.get(LEVEL, "INFO"), logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        raise ValueError(f"{LEVEL} {level!r} is none of {', '.join(known)}")
+    if args.command == "serve":
+        return
+    # Standard output is for results. vLLM logs there, at INFO, unless told otherwise.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if args.command not in OFFLINE:
+        os.environ.setdefault(LEVEL, "WARNING")
+    elif args.model is None:  # these show phases in place of the log
+        spin_briefly()
+
+
+def _end_process(status: int) -> NoReturn:
+    """End a process whose engines have ended, without freeing module by module what it imported.
+
+    That would take a quarter of the time of `doctor`.
+    """
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _output_is_cut() -> bool:
+    """Return whether nobody reads standard output; Python's last flush then goes nowhere."""
+    from dllm_plugin.commands.phases import open_nowhere, reader_has_gone
+
+    cut = reader_has_gone(1)
+    if cut:
+        open_nowhere(1)
+    return cut
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; print one sentence and exit with 2 if it is wrong."""
+    command, rest = arguments[:1], arguments[1:]
+    if command in (["bench"], ["report"]):  # whose package parses what follows
+        return argparse.Namespace(
+            command=command[0], arguments=rest, run=_run_extension
+        )
+    if command == ["serve"] and not {"-h", "--help"} & set(rest):
+        return argparse.Namespace(command="serve", run=lambda args: serve.run(rest))
+    args = build_parser().parse(arguments, "command")
+    # With --url the name is the server's own.
+    model = getattr(args, "model", None)
+    if model is not None and getattr(args, "url", None) is None:
+        args.model = models.resolve(model)
+    return args
+
+
+def _run_verify(args: argparse.Namespace) -> int:
+    engine_options(args)  # refuses wrong ones before vLLM is imported
+    from dllm_plugin.commands.verify import command
+
+    return command.run(args)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    options = engine_options(args, check_files)
+    with collecting_later():
+        from dllm_plugin.commands import doctor, forecast
+
+        config = options["additional_config"]
+        config["dllm"] = forecast.with_widths(args, config["dllm"])
+        return doctor.run(options, forecast.read_load(args))
+
+
+def _run_extension(args: argparse.Namespace) -> int:
+    command = load_command(args.command, f"diffuplug {args.command}")
+    return command(args.arguments)
