@@ -35,6 +35,7 @@ from dllm_plugin.commands.options import (
     json_or_text,
 )
 from dllm_plugin.config.options import OPTIONS, Options
+from dllm_plugin.config.validation import did_you_mean
 
 HELP = (
     "Serves a diffusion language model over HTTP. Without MODEL it serves the bundled model "
@@ -42,6 +43,7 @@ HELP = (
     "`vllm serve` is taken, too: `diffuplug serve --help=all` lists them."
 )
 CONFIG, SECTION = "--additional-config", "dllm"
+NEAR = 0.8  # of a key that is taken for a misspelling of the section
 ENDPOINTS = "diffuplug_api"
 # Groups of which vLLM loads everything until ``VLLM_PLUGINS`` is set, which then holds for all.
 PLUGIN_GROUPS = (
@@ -138,6 +140,7 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         raise ValueError(
             f"{CONFIG}: {SECTION!r} must be a JSON object, got {section!r}"
         )
+    check_sections(config, section, options)
     section = section | options
     Options.from_user(section)
     file = config_file(rest)
@@ -162,6 +165,22 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     if config:
         rest += [CONFIG, json.dumps(config)]
     return [*([] if model is None else [model]), *rest]
+
+
+def check_sections(
+    config: dict[str, Any], section: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Raise ValueError for a misspelt name of our section, and an option with two values."""
+    for key in config:
+        question = did_you_mean(key.lower(), [SECTION], cutoff=NEAR)
+        if key != SECTION and question:
+            raise ValueError(f"{CONFIG} has no section {key!r}{question}")
+    for name, value in options.items():
+        if section.get(name, value) != value:
+            raise ValueError(
+                f"{name} is given twice: {value!r} by {flag_of(name)} and "
+                f"{section[name]!r} in {CONFIG}: leave one of them out"
+            )
 
 
 def split_options(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -118,6 +118,12 @@ def test_flags_choose_the_bundled_adapter() -> None:
     [
         (['--additional-config={"dllm": {"strategy": "dualcache"}}'], "is unknown"),
         (["--strategy", "dualcache"], "strategy 'dualcache' is unknown"),
+        (['--additional-config={"dlm": {}}'], "no section 'dlm' (did you mean dllm?)"),
+        (["--additional-config.DLLM.threshold", "1"], "no section 'DLLM'"),
+        (
+            ["--strategy=d2f", "--additional-config.dllm.strategy=nope"],
+            "strategy is given twice: 'd2f' by --strategy and 'nope' in --additional",
+        ),
         (["--additional-config.dllm.treshold", "1"], "'treshold'"),
         (["--additional-config", "{"], "--additional-config is no JSON"),
         (["--additional-config", "[]"], "must be a JSON object, got []"),
