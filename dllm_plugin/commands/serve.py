@@ -241,18 +241,23 @@ def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split the model from the arguments: the first of them, or ``--model``."""
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    model, rest = None, []
+    """Split the model from the arguments: the first of them, or ``--model``.
+
+    Raises ValueError if both name one, and not the same.
+    """
+    models, rest = [], []
     words = iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--model":
-            model = value if equals else next(words, "")
+            models.append(value if equals else next(words, ""))
+        elif word is arguments[0] and not word.startswith("-"):
+            models.append(word)
         else:
             rest.append(word)
-    return model, rest
+    if len(set(models)) > 1:
+        raise ValueError(f"two models are named: {models[0]} and {models[1]}")
+    return (models[0] if models else None), rest
 
 
 def config_file(arguments: Sequence[str]) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def test_flags_choose_the_bundled_adapter() -> None:
         (["--treshold", "0.9"], "no option --treshold (did you mean --threshold?)"),
         (["--block-length", "x"], "block_length must be a whole number"),
         (["/no/folder"], "there is no folder /no/folder"),
+        (["a", "--model", "b"], "two models are named: a and b"),
         ([TINY.replace("llada", "lada")], "did you mean tiny-llada?"),
         (["no/body"], "there is no folder no/body, and the hub's cache"),
         (["a b"], "'a b' is neither a folder nor a name on the hub"),
