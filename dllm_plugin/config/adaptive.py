@@ -8,13 +8,15 @@ how many positions a step computes.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import Family
 from dllm_plugin.decoding.method import Method
+
+if TYPE_CHECKING:  # which imports vLLM, and commands check options before
+    from dllm_plugin.config.decode import DecodeConfig
 
 CONTRACT = (
     "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "
@@ -119,7 +121,7 @@ def is_published(model: str, adapter: str | None, window: int) -> bool:
     return adapter is None and window >= min(known, default=window + 1)
 
 
-def fit_canvas(config: DecodeConfig) -> DecodeConfig:
+def fit_canvas(config: "DecodeConfig") -> "DecodeConfig":
     """Return the configuration with windows that fit its shortened canvas."""
     widest = min(config.max_window, config.canvas_length)
     return dataclasses.replace(
@@ -127,7 +129,7 @@ def fit_canvas(config: DecodeConfig) -> DecodeConfig:
     )
 
 
-def check_windows(config: DecodeConfig, given: Mapping[str, Any]) -> None:
+def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
     """Refuse a user's window that does not fit the shortened canvas."""
     for name in ("min_window", "max_window"):
         asked = given.get(name)
@@ -138,7 +140,7 @@ def check_windows(config: DecodeConfig, given: Mapping[str, Any]) -> None:
             )
 
 
-def without_grammars(config: DecodeConfig) -> str:
+def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
     if config.moves_tokens:
         return config.moves_tokens

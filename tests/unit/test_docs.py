@@ -18,7 +18,7 @@ from documented import (
 )
 
 from diffuplug_bench import cli as bench
-from dllm_plugin.commands import cli, serve
+from dllm_plugin.commands import parsers, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX, Options
 from dllm_plugin.config.request.arguments import ARGUMENTS
 
@@ -52,7 +52,7 @@ def test_command(page: str, line: str) -> None:
         bench.build_parser().parse_args(arguments[1:])
         return
     if arguments[0] != "serve":
-        cli.build_parser().parse_args(arguments)
+        parsers.build_parser().parse_args(arguments)
         return
     options, rest = serve.split_options(arguments[1:])
     config, _ = serve.take_config(rest)
