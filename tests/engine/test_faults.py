@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import psutil
 import pytest
 from engines import EngineRoom
 from processes import KILLED_SOON, START_SECONDS, Server, serving
-from streams import PATIENCE, join, slow_request, start_streams
+from streams import PATIENCE, Stream, join, slow_request, start_streams
 
 from dllm_plugin import default_model
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
@@ -79,8 +79,16 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
 
 
-def killed(server: Server, victim: psutil.Process) -> None:
+def assert_begins(streams: Sequence[Stream], texts: Sequence[str]) -> None:
+    """Each stream has sent the begin of its text. The end of a budget is seen ahead."""
+    for stream, text in zip(streams, texts, strict=False):
+        common = min(len(stream.text), len(text) // 2)
+        assert common and stream.text[:common] == text[:common]
+
+
+def killed(server: Server, name: str, texts: Sequence[str]) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
+    *_, victim = named(server, name)
     processes = processes_of(server)  # a search that a stream might not outlast
     streams = start_streams(server.url, 8, ENDLESS)
     victim.send_signal(signal.SIGKILL)
@@ -88,6 +96,7 @@ def killed(server: Server, victim: psutil.Process) -> None:
     join(streams, ERROR_SECONDS)
     assert all(stream.error for stream in streams), [s.reason for s in streams]
     assert max(stream.ended for stream in streams) - began < ERROR_SECONDS
+    assert_begins(streams, texts)
     assert end_of(server) not in (0, None)
     assert_gone(processes)
     with pytest.raises(httpx.TransportError):
@@ -103,8 +112,7 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
         tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
     ) as server:
         texts = plain_texts(server, 2)
-        [engine] = named(server, "EngineCore")
-        killed(server, engine)
+        killed(server, "EngineCore", texts)
         assert "diffuplug: the engine has died" in server.log.read_text()
         port = int(server.url.rpartition(":")[2])
         log = tmp_path / "again"
@@ -116,13 +124,19 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
             assert_gone(left)
 
 
-def test_a_rank_is_killed(tmp_path: Path) -> None:
-    options = (*UNBOUND, "--tensor-parallel-size=2")
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} | KILLED_SOON
-    with serving(tmp_path / "log", *options, **variables) as server:
-        ranks = named(server, "Worker")
-        assert len(ranks) == 2
-        killed(server, ranks[1])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--tensor-parallel-size=2",), "Worker_TP1"),
+        (("--data-parallel-size=2", "--api-server-count=1"), "EngineCore_DP1"),
+    ],
+)
+def test_one_of_two_is_killed(
+    options: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    """A rank and a replica, which the other one depends on."""
+    with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
+        killed(server, name, plain_texts(server, 2))
 
 
 @pytest.fixture(scope="module")
@@ -306,10 +320,6 @@ def test_not_drained(tmp_path: Path) -> None:
         join(streams, ERROR_SECONDS)
         ends = [(stream.error, stream.reason) for stream in streams]
         assert all(error or reason == "abort" for error, reason in ends), ends
-        for stream, text in zip(streams, texts, strict=True):
-            common = min(
-                len(stream.text), len(text) // 2
-            )  # the end of a budget is seen ahead
-            assert common and stream.text[:common] == text[:common]
+        assert_begins(streams, texts)
         assert end_of(server) == 0
         assert_gone(processes)

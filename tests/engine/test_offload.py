@@ -9,6 +9,7 @@ from engines import (
     a_prompt,
     free_pages,
     generate,
+    letters,
     params,
     scheduler,
     token_ids,
@@ -64,7 +65,21 @@ def take_steps(llm: Any) -> None:
     answers(llm, [[7]], 8)
 
 
-@pytest.mark.parametrize("model", ["sdar", "sdar-moe", "llada2.2"])
+@pytest.mark.parametrize(
+    ("model", "overlapped"),
+    [
+        ("sdar", False),
+        ("sdar", True),
+        ("sdar-moe", True),
+        ("llada2.1", True),
+        ("llada2.2", True),
+        ("stable-diffcoder", True),
+        ("fast-dllm-v2", True),
+        ("nemotron", True),
+        ("idlm", True),
+        ("wedlm", True),
+    ],
+)
 def test_prompts_are_loaded(model: str, overlapped: bool, room: EngineRoom) -> None:
     """Whole pages of prompts are stored once, and loaded by the second request.
 
@@ -72,7 +87,7 @@ def test_prompts_are_loaded(model: str, overlapped: bool, room: EngineRoom) -> N
     computed again.
     """
     llm, stored, loaded = start(room, model, overlapped)
-    prompts = [a_prompt(length, length) for length in LENGTHS]
+    prompts = [letters(length, length) for length in LENGTHS]
     pages = pages_not_used(llm)
     first = answers(llm, prompts)
     whole = sum(length // PAGE for length in LENGTHS)

@@ -12,6 +12,7 @@ import test_causal_goldens
 import test_causal_window
 import test_full_goldens
 import test_full_memory
+import test_golden_traces
 import test_grid_goldens
 import test_introspective
 import test_structure_goldens
@@ -124,6 +125,17 @@ def test_blocks(name: str, room: EngineRoom) -> None:
 )
 def test_full_attention(family: str, strategy: str, room: EngineRoom) -> None:
     check_full(family, strategy, room, async_scheduling=True, **STAGES)
+
+
+def test_d2f(room: EngineRoom) -> None:
+    """Several open blocks, whose states only the last stage knows."""
+    cases = test_golden_traces.cases_of("dream")
+    options = STAGES | {"async_scheduling": True}
+    llm = room.start("dream", {"strategy": "d2f"}, **options)
+    wishes = [test_golden_traces.wish_for(case) for case in cases]
+    outputs = generate(llm, [case["prompt_ids"] for case in cases], wishes)
+    for case, output in zip(cases, outputs, strict=True):
+        test_golden_traces.check(case, output)
 
 
 def test_drafts_with_an_adapter(room: EngineRoom) -> None:
