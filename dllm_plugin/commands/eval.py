@@ -6,12 +6,14 @@ from typing import Any
 from dllm_plugin.commands.installation import load_command
 from dllm_plugin.commands.options import (
     DECODE_OPTIONS,
+    add_count,
     add_dtype,
     add_flags,
+    add_switch,
+    add_value,
     add_verbose,
     flag_of,
     given,
-    positive,
 )
 
 QUANTISED = ("quantization", "kv_cache_dtype", "head_quantization")
@@ -20,47 +22,25 @@ QUANTISED = ("quantization", "kv_cache_dtype", "head_quantization")
 def add_parser(commands: Any) -> None:
     """Add the parser of `diffuplug eval`."""
     parser = commands.add_parser("eval")
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        help="number of problems (default: 500, with --all 200)",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="every strategy and policy; writes decoding.md and .png",
-    )
-    parser.add_argument(
-        "--refreshes",
-        action="store_true",
-        help="the part of --all about refreshes that cost less; writes refreshes.md",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="of --all and --refreshes (default: benchmarks/reports if there is one, else here)",
-    )
+    add_count(parser, "--limit", "number of problems (default: 500, with --all 200)")
+    words = "every strategy and policy; writes decoding.md and .png"
+    add_switch(parser, "--all", words)
+    words = "the part of --all about refreshes that cost less; writes refreshes.md"
+    add_switch(parser, "--refreshes", words)
+    words = "of --all and --refreshes (default: benchmarks/reports if there is one, else here)"
+    add_value(parser, "--output", "FOLDER", words)
     add_dtype(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="ask for answers in JSON, held to a schema"
-    )
-    parser.add_argument(
-        "--schedule",
-        metavar="WIDTHS",
-        help="score windows of these widths: 32,16,8,4,2",
-    )
+    add_switch(parser, "--json", "ask for answers in JSON, held to a schema")
+    words = "score windows of these widths: 32,16,8,4,2"
+    add_value(parser, "--schedule", "WIDTHS", words)
     for name in QUANTISED:
-        parser.add_argument(
-            flag_of(name), metavar="Q", help="compare with the unquantised engine"
-        )
+        add_value(parser, flag_of(name), "Q", "compare with the unquantised engine")
     add_verbose(parser)
     scored = parser.add_argument_group("with --questions or --schedule")
-    scored.add_argument(
-        "--model", help="folder or hub name (default: the bundled model)"
-    )
-    scored.add_argument(
-        "--questions", metavar="FILE", help="JSON lines with question and answer"
-    )
+    words = "folder or hub name (default: the bundled model)"
+    add_value(scored, "--model", "MODEL", words)
+    words = "JSON lines with question and answer"
+    add_value(scored, "--questions", "FILE", words)
     add_flags(scored, DECODE_OPTIONS)
     parser.set_defaults(run=run)
 

@@ -19,6 +19,8 @@ from dllm_plugin.commands.options import (
     add_max_tokens,
     add_model_options,
     add_sampling,
+    add_switch,
+    add_value,
     add_verbose,
     share,
 )
@@ -31,34 +33,19 @@ def add_parser(commands: Any) -> None:
     add_model_options(parser)
     sampling = add_sampling(parser)
     add_max_tokens(sampling, 256)
-    sampling.add_argument(
-        "--top-p", type=share, default=1.0, metavar="P", help="1 is off (default: 1)"
-    )
+    words = "1 is off (default: 1)"
+    add_value(sampling, "--top-p", "P", words, type=share, default=1.0)
     form_of_answer = parser.add_argument_group("form of the answer")
     shape = form_of_answer.add_mutually_exclusive_group()
-    shape.add_argument(
-        "--json-schema", metavar="FILE", help="answer in JSON that fits a schema"
-    )
-    shape.add_argument(
-        "--regex", metavar="R", help="answer what a regular expression matches"
-    )
-    shape.add_argument("--choice", metavar="A,B", help="answer one of these words")
+    add_value(shape, "--json-schema", "FILE", "answer in JSON that fits a schema")
+    add_value(shape, "--regex", "R", "answer what a regular expression matches")
+    add_value(shape, "--choice", "A,B", "answer one of these words")
     add_verbose(parser)
     form = form_of_answer.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat",
-        dest="chat",
-        action="store_true",
-        default=None,
-        help="apply the chat template",
-    )
-    form.add_argument(
-        "--raw",
-        dest="chat",
-        action="store_false",
-        help="do not apply the chat template (default: apply it if there is one)",
-    )
-    parser.set_defaults(run=run)
+    words = "do not apply the chat template (default: apply it if there is one)"
+    add_switch(form, "--chat", "apply the chat template")
+    form.add_argument("--raw", dest="chat", action="store_false", help=words)
+    parser.set_defaults(run=run, chat=None)
 
 
 def run(args: argparse.Namespace) -> int:

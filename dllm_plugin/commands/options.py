@@ -144,20 +144,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that starts an engine, but its model."""
     engine = parser.add_argument_group("engine")
     add_dtype(engine)
-    engine.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="as in vLLM; on a CPU, the share of its memory",
-    )
+    words = "as in vLLM; on a CPU, the share of its memory"
+    add_value(engine, "--gpu-memory-utilization", "SHARE", words, type=float)
     add_decode_options(parser)
 
 
 def add_dtype(parser: Any) -> None:
     """Add the option that chooses the dtype of weights and forwards."""
-    parser.add_argument(
-        "--dtype", default="auto", choices=DTYPES, metavar="D", help=DTYPES_HELP
-    )
+    add_value(parser, "--dtype", "D", DTYPES_HELP, default="auto", choices=DTYPES)
 
 
 def add_decode_options(parser: argparse.ArgumentParser) -> None:
@@ -169,22 +163,16 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: Any) -> None:
     """Add the model of a command, as its argument and as ``--model``."""
     parser.add_argument("model", nargs="?", help=MODEL)
-    parser.add_argument(
-        "--model", dest="model_option", metavar="MODEL", help="the same, as an option"
-    )
+    words = "the same, as an option"
+    add_value(parser, "--model", "MODEL", words, dest="model_option")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> Any:
     """Add sampling parameters of one request; return their group."""
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperature",
-        type=temperature,
-        default=0.0,
-        metavar="T",
-        help="0 is greedy (default: 0)",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="of random numbers")
+    words = "0 is greedy (default: 0)"
+    add_value(group, "--temperature", "T", words, type=temperature, default=0.0)
+    add_value(group, "--seed", "N", "of random numbers", type=int)
     return group
 
 
@@ -196,17 +184,23 @@ def add_max_tokens(parser: Any, default: int) -> None:
 
 def add_count(parser: Any, flag: str, words: str, **options: Any) -> None:
     """Add an option that is a whole number of at least 1."""
-    parser.add_argument(flag, type=positive, metavar="N", help=words, **options)
+    add_value(parser, flag, "N", words, type=positive, **options)
+
+
+def add_value(parser: Any, flag: str, metavar: str, words: str, **options: Any) -> None:
+    """Add an option with a value; `words` are its help."""
+    parser.add_argument(flag, metavar=metavar, help=words, **options)
+
+
+def add_switch(parser: Any, flag: str, words: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(flag, action="store_true", help=words)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     """Add the option that shows vLLM's log."""
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="show vLLM's log (default: a file, named when something fails)",
-    )
+    words = "show vLLM's log (default: a file, named when something fails)"
+    parser.add_argument("-v", "--verbose", action="store_true", help=words)
 
 
 def positive(text: str) -> int:

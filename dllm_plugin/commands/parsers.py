@@ -33,6 +33,8 @@ from dllm_plugin.commands.options import (
     add_dtype,
     add_flags,
     add_model,
+    add_switch,
+    add_value,
 )
 
 LEVEL = "VLLM_LOGGING_LEVEL"
@@ -99,23 +101,18 @@ def _add_doctor(commands: Any) -> None:
     add_dtype(parser)
     memory = parser.add_argument_group("memory", "What `fits` is computed for.")
     add_count(memory, "--max-model-len", "tokens of a request")
-    memory.add_argument(
-        "--quantization", metavar="Q", help="such as fp8_per_channel (default: none)"
-    )
+    words = "such as fp8_per_channel (default: none)"
+    add_value(memory, "--quantization", "Q", words)
     add_count(memory, "--tensor-parallel-size", "number of GPUs")
     widths = parser.add_argument_group(
         "widths by load", "Which width a load would get (docs/widths.md)."
     )
     add_count(widths, "--requests", "requests at once")
     add_count(widths, "--context", "tokens of each (default: 1024)")
-    widths.add_argument(
-        "--acceptance",
-        metavar="P0:LAMBDA",
-        help="of tokens that a wide step decides (default: 0.9:2.5)",
-    )
-    widths.add_argument(
-        "--step-ms", type=float, metavar="MS", help="time of a step of one request"
-    )
+    words = "of tokens that a wide step decides (default: 0.9:2.5)"
+    add_value(widths, "--acceptance", "P0:LAMBDA", words)
+    words = "time of a step of one request"
+    add_value(widths, "--step-ms", "MS", words, type=float)
     add_flags(widths, ("adaptive", "min_window", "max_window", "canvas_length"))
     add_decode_options(parser)
     parser.set_defaults(run=_run_doctor)
@@ -124,18 +121,13 @@ def _add_doctor(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     parser = commands.add_parser("verify")
     add_model(parser)
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="one prompt a line (default: five)"
-    )
+    add_value(parser, "--prompts", "FILE", "one prompt a line (default: five)")
     add_count(parser, "--limit", "number of prompts (default: all)")
     add_dtype(parser)
     gpus = "number of GPUs (default: 1)"
     add_count(parser, "--tensor-parallel-size", gpus, default=1)
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="compare with the checkpoint's own code, if it has some",
-    )
+    words = "compare with the checkpoint's own code, if it has some"
+    add_switch(parser, "--trust-remote-code", words)
     add_decode_options(parser)
     parser.set_defaults(run=_run_verify)
 

@@ -59,9 +59,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "prompt", nargs="?", default=EXAMPLE, help="default: a word problem"
     )
-    parser.add_argument(
-        "--url", help="a running `diffuplug serve` (default: an engine of its own)"
-    )
+    words = "a running `diffuplug serve` (default: an engine of its own)"
+    parser.add_argument("--url", help=words)
     parser.add_argument("--api-key", help="of the server")
     add_model_options(parser)
     add_max_tokens(parser, 128)
