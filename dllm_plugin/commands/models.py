@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin.config.options import Options
-from dllm_plugin.config.validation import did_you_mean
+from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
@@ -33,6 +33,11 @@ NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 QUANTIZATIONS = "model_executor/layers/quantization/__init__.py"
+SIZES = (
+    *("d_model", "n_heads", "n_layers", "hidden_size"),
+    *("num_attention_heads", "num_hidden_layers", "vocab_size"),
+)
+POSITIVE = WholeNumber(1, open=True)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -217,6 +222,14 @@ def read_config(model: str) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no JSON object")
+    packing = config.get("quantization_config")
+    if not isinstance(packing, dict | None):
+        raise ValueError(
+            f"{path}: quantization_config must be an object, got {shown(packing)}"
+        )
+    if architecture_of(config) in ARCHITECTURES:
+        for name in SIZES:
+            POSITIVE(f"{path}: {name}", config.get(name))
     return config
 
 

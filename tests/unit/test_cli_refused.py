@@ -237,6 +237,27 @@ def test_a_hub_that_is_slow_may_be_reached() -> None:
     assert not models._reachable(address)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("quantization_config", "fp8", "must be an object, got 'fp8'"),
+        ("hidden_size", "x", "must be a whole number of at least 1, got 'x'"),
+        ("n_layers", 0, "must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_a_broken_configuration(
+    name: str,
+    value: Any,
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = json.loads((Path(TINY) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert f"config.json: {name} {sentence}" in capsys.readouterr().err
+
+
 def test_a_folder_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
