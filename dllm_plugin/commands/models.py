@@ -27,7 +27,7 @@ from dllm_plugin.models.checkpoints.unserved import (
     with_architecture,
 )
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
@@ -230,6 +230,13 @@ def read_config(model: str) -> dict[str, Any]:
     if architecture_of(config) in ARCHITECTURES:
         for name in SIZES:
             POSITIVE(f"{path}: {name}", config.get(name))
+    tokenizer = path.parent / TOKENIZER
+    # Parsing it takes long, and a download that was cut ends anywhere.
+    if tokenizer.is_file() and not tokenizer.read_bytes().rstrip().endswith(b"}"):
+        raise ValueError(
+            f"{tokenizer} is truncated or damaged: it does not end as JSON does; download it "
+            "again"
+        )
     return config
 
 

@@ -258,6 +258,16 @@ def test_a_broken_configuration(
     assert f"config.json: {name} {sentence}" in capsys.readouterr().err
 
 
+def test_a_tokenizer_that_was_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(Path(TINY) / "config.json", tmp_path)
+    whole = (Path(TINY) / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert "tokenizer.json is truncated or damaged" in capsys.readouterr().err
+
+
 def test_a_folder_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
