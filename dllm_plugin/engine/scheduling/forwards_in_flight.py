@@ -95,3 +95,6 @@ class BlockSpans(NamedTuple):
     size: int
     refresh: tuple[int, int]
     of_block: tuple[int, int]
+
+
+NO_SPANS = BlockSpans(-1, 0, (0, 0), (0, 0))  # of a request without a canvas so far

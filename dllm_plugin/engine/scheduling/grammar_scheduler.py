@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.validation import shown
 from dllm_plugin.engine.grammars.automata import (
     AutomatonGrammar,
@@ -27,6 +24,7 @@ from dllm_plugin.engine.grammars.automata import (
 )
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.engine.platforms import end_with_error
+from dllm_plugin.engine.scheduling.reporting import Outputs, ReportingScheduler
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload, pack_checks
 from dllm_plugin.grammar.verified import RowCheck, RowsPayload, pack_rows
@@ -37,25 +35,23 @@ IDLE_SECONDS = 0.001
 NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
 
 
-class GrammarScheduler(AsyncScheduler):
+class GrammarScheduler(ReportingScheduler):
     """Schedule as vLLM does; requests with a grammar are checked as canvases."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decode_config = get_decode_config(self.vllm_config)
-        self.block_length: dict[str, int] = {}
+        config, method = self.decode_config, self.decode_config.method
         self._with_grammar: set[str] = set()
-        self._verifies = self.decode_config.method.verifies
+        self._verifies = method.verifies
         # The prompt's last row predicts the first token of a text.
-        self._predicts_first = self.decode_config.method.accept is not None
-        self._restarts = self._predicts_first or self.decode_config.restarts_blocks
+        self._predicts_first = method.accept is not None
+        self._restarts = self._predicts_first or config.restarts_blocks
         # Requests with a grammar whose prompt is computed by a step in flight.
         self._prefilled: set[str] = set()
         # Why requests are about to end with an error.
         self._refused: dict[str, str] = {}
-        self._grammars = Grammars(
-            self.structured_output_manager, self.decode_config, self.max_model_len
-        )
+        manager = self.structured_output_manager
+        self._grammars = Grammars(manager, config, self.max_model_len)
 
     def add_request(self, request: Request) -> None:
         """Admit a request, and record whether it has a grammar."""
@@ -63,23 +59,24 @@ class GrammarScheduler(AsyncScheduler):
             self._with_grammar.add(request.request_id)
         super().add_request(request)
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._with_grammar.discard(request.request_id)
         self._prefilled.discard(request.request_id)
         self._grammars.forget(request.request_id)
-        return super()._free_request(request, delay_free_blocks)
+        return super()._free_request(request, *args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Let a request wait for its compilation and the search of its first closing."""
+        req_id = request.request_id
         if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._grammars.prepare(request)
             grammar = _grammar_of(request)
             if isinstance(grammar, Exception):
-                self._refuse(request.request_id, grammar)
+                self._refuse(req_id, grammar)
         ready = super()._handle_blocked_waiting_request(request)
-        if request.request_id in self._refused:
+        if req_id in self._refused:
             # vLLM 0.33 would give its own reason.
-            end_with_error(self, request.request_id)
+            end_with_error(self, req_id)
         return ready
 
     def _refuse(self, req_id: str, error: Exception) -> None:
@@ -88,48 +85,43 @@ class GrammarScheduler(AsyncScheduler):
         why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip()).rstrip(".")
         if not why.startswith("structured_outputs "):
             why = f"structured_outputs cannot be honoured: {why}"
-        self._refused[req_id] = f"{why}."
-        logger.error(
-            "Request %s ends with an error: %s", shown(req_id), self._refused[req_id]
-        )
+        self._refused[req_id] = why = f"{why}."
+        logger.error("Request %s ends with an error: %s", shown(req_id), why)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        if self._with_grammar and not self.running:
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        super()._update_after_schedule(output)
+        # vLLM would copy drafts to the host for its own check, which is not used.
+        output.has_structured_output_requests = False
+        if not self._with_grammar:
+            output.pending_structured_output_tokens = False
+            return
+        if not self.running:
             # A caller that asks again at once would keep the lock from the compiler.
             time.sleep(IDLE_SECONDS)
-        # vLLM would copy drafts to the host for its own check, which is not used.
-        scheduler_output.has_structured_output_requests = False
-        if scheduler_output.pending_structured_output_tokens:
+        ids = self._with_grammar & output.num_scheduled_tokens.keys()
+        if output.pending_structured_output_tokens:
             # An automaton reads canvases on the device: nothing waits for it.
-            ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
             grammars = [_grammar_of(self.requests[req_id]) for req_id in ids]
-            drafts = any(isinstance(grammar, CanvasGrammar) for grammar in grammars)
-            scheduler_output.pending_structured_output_tokens = drafts
-        if self._with_grammar and self._predicts_first:
-            ids = self._with_grammar & scheduler_output.num_scheduled_tokens.keys()
+            checked = any(isinstance(grammar, CanvasGrammar) for grammar in grammars)
+            output.pending_structured_output_tokens = checked
+        if self._predicts_first:
             # It is checked by the step after that of the prompt.
             if ids & self._prefilled:
-                scheduler_output.pending_structured_output_tokens = True
-            drafted = scheduler_output.scheduled_spec_decode_tokens.keys()
-            self._prefilled |= ids - drafted
+                output.pending_structured_output_tokens = True
+            self._prefilled |= ids - output.scheduled_spec_decode_tokens.keys()
 
-    def get_grammar_bitmask(
-        self, scheduler_output: SchedulerOutput
-    ) -> GrammarOutput | None:
+    def get_grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Return checks of the canvases of a step, or None if none of them has a grammar."""
         if not self._with_grammar:
             return None
         checks: dict[str, tuple[CanvasGrammar, GrammarCheck | RowCheck]] = {}
-        for req_id in self._with_grammar & scheduler_output.num_scheduled_tokens.keys():
+        for req_id in self._with_grammar & output.num_scheduled_tokens.keys():
             request = self.requests[req_id]
             grammar = _grammar_of(request)
             if not isinstance(grammar, CanvasGrammar) or request.is_prefill_chunk:
                 continue
-            if grammar.state.ended:
-                continue
-            in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
-            if not in_step and grammar.is_kept:
+            in_step = req_id in output.scheduled_spec_decode_tokens
+            if grammar.state.ended or (grammar.is_kept and not in_step):
                 continue
             canvas = grammar.canvas if in_step or not self._predicts_first else []
             try:
@@ -139,7 +131,7 @@ class GrammarScheduler(AsyncScheduler):
             except DeadEnd as error:
                 self._refuse(req_id, error)
                 end_with_error(self, req_id)
-        starts = self._starts(scheduler_output)
+        starts = self._starts(output)
         if not checks:
             return CanvasChecks([], NO_BITS, [], None, starts) if starts else None
         grammars, found = zip(*checks.values(), strict=True)
@@ -158,68 +150,63 @@ class GrammarScheduler(AsyncScheduler):
         grammar = _grammar_of(self.requests[req_id])
         return grammar.mode if isinstance(grammar, OwnGrammar) else None
 
-    def _starts(self, scheduler_output: SchedulerOutput) -> list[AutomatonStart]:
+    def _starts(self, output: SchedulerOutput) -> list[AutomatonStart]:
         """Return the automata of requests that start or come back in this step."""
         starts = []
-        for data in scheduler_output.scheduled_new_reqs:
+        for data in output.scheduled_new_reqs:
             grammar = _grammar_of(self.requests.get(data.req_id))
             if isinstance(grammar, AutomatonGrammar):
                 starts.append(grammar.start(str(data.req_id)))
         return starts
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as vLLM does, and keep the canvases of requests with a grammar."""
-        self._prefilled -= scheduler_output.num_scheduled_tokens.keys()
-        outputs = self._update_canvases(scheduler_output, model_runner_output)
+        self._prefilled -= output.num_scheduled_tokens.keys()
+        canvases = results.canvases if isinstance(results, CanvasOutput) else {}
+        before = {}
+        for req_id in canvases.keys() & self.requests.keys():
+            before[req_id] = self.requests[req_id].num_tokens
+        outputs = super().update_from_output(output, results)
+        for req_id, num_tokens in before.items():
+            place = results.req_id_to_index[req_id]
+            emitted = len(results.sampled_token_ids[place])
+            in_step = req_id in output.scheduled_spec_decode_tokens
+            canvas = canvases[req_id] if in_step or self._predicts_first else []
+            self._keep_canvas(req_id, num_tokens, emitted, canvas)
         if self._refused:
             for of_client in outputs.values():
-                for output in of_client.outputs:
-                    why = self._refused.get(output.request_id)
-                    if why is not None and output.finish_reason is not None:
-                        output.stop_reason = why
+                for each in of_client.outputs:
+                    why = self._refused.get(each.request_id)
+                    if why is not None and each.finish_reason is not None:
+                        each.stop_reason = why
             self._refused.clear()
         return outputs
 
-    def _update_canvases(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        if not isinstance(model_runner_output, CanvasOutput):
-            return super().update_from_output(scheduler_output, model_runner_output)
-        before = {
-            req_id: self.requests[req_id].num_tokens
-            for req_id in model_runner_output.canvases
-            if req_id in self.requests
-        }
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for req_id, num_tokens in before.items():
-            request = self.requests.get(req_id)
-            grammar = _grammar_of(request)
-            if request is None or not isinstance(grammar, CanvasGrammar):
-                continue
-            place = model_runner_output.req_id_to_index[req_id]
-            emitted = len(model_runner_output.sampled_token_ids[place])
-            grammar.canvas = []
-            # Results in flight at a preemption may have been dropped.
-            in_step = req_id in scheduler_output.scheduled_spec_decode_tokens
-            in_step |= self._predicts_first
-            if in_step and request.num_tokens == num_tokens + emitted:
-                canvas = model_runner_output.canvases[req_id]
-                where = (req_id, num_tokens, emitted)
-                grammar.canvas = self._undecided_marked(canvas, *where)
-        return outputs
+    def _keep_canvas(
+        self, req_id: str, num_tokens: int, emitted: int, canvas: list[int]
+    ) -> None:
+        """Store the rest of a canvas with its grammar, -1 for undecided positions.
 
-    def _undecided_marked(
-        self, canvas: list[int], req_id: str, num_tokens: int, emitted: int
-    ) -> list[int]:
-        """Return the rest of a canvas after emitted tokens, -1 for undecided positions."""
-        # On an absolute grid the first block begins inside the prompt.
-        length = self.block_length[req_id]
-        tail = num_tokens % length if self.decode_config.family.absolute_grid else 0
-        mask_id = self.decode_config.mask_token_id
-        rest = canvas[emitted : len(canvas) - tail]
-        return [-1 if token == mask_id else token for token in rest]
+        Args:
+            num_tokens: tokens of the request before this step.
+            emitted: canvas tokens that this step has emitted.
+        """
+        request = self.requests.get(req_id)
+        grammar = _grammar_of(request)
+        if request is None or not isinstance(grammar, CanvasGrammar):
+            return
+        grammar.canvas = []
+        # Results in flight at a preemption may have been dropped.
+        if request.num_tokens != num_tokens + emitted:
+            return
+        config, tail = self.decode_config, 0
+        if config.family.absolute_grid:
+            # The first block begins inside the prompt.
+            tail = num_tokens % self.records[req_id].length
+        for token in canvas[emitted : len(canvas) - tail]:
+            grammar.canvas.append(-1 if token == config.mask_token_id else token)
 
 
 def _grammar_of(request: Request | None) -> Any:

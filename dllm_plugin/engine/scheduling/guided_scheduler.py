@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -23,6 +22,7 @@ from dllm_plugin.config.worker_carriers import (
     pack_unconditional,
     unpack_unconditional,
 )
+from dllm_plugin.engine.scheduling.reporting import Outputs
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 
 
@@ -35,8 +35,8 @@ class GuidedScheduler(DiffusionScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request, and after it the unconditional request that guidance needs."""
-        asked = self.arguments_of(request)
         super().add_request(request)
+        asked = self.records[request.request_id].asked
         if asked.cfg_scale > 0 and not request.resumable:
             hidden = self._hidden_request(request)
             self._unconditional.add(hidden.request_id)
@@ -68,13 +68,11 @@ class GuidedScheduler(DiffusionScheduler):
             hidden = map(pack_unconditional, ids)
             request_ids = [*ids, *(i for i in hidden if i in self.requests)]
         finished = super().finish_requests(request_ids, finished_status)
-        return [
-            request for request in finished if not is_unconditional(request.request_id)
-        ]
+        return [each for each in finished if not is_unconditional(each.request_id)]
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._unconditional.discard(request.request_id)
-        return super()._free_request(request, delay_free_blocks)
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does, no pair of which only one request runs."""
@@ -135,15 +133,15 @@ class GuidedScheduler(DiffusionScheduler):
         return super().make_spec_decoding_stats(spec_decoding_stats, *args, **kwargs)
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as vLLM does, without outputs of hidden requests."""
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(output, results)
         # vLLM itself ends a request if its grammar refuses the text.
         widowed = []
-        for request_id in self._unconditional:
-            if unpack_unconditional(request_id) not in self.requests:
-                widowed.append(request_id)
+        for req_id in self._unconditional:
+            if unpack_unconditional(req_id) not in self.requests:
+                widowed.append(req_id)
         if widowed:
             self.finish_requests(widowed, RequestStatus.FINISHED_ABORTED)
         for of_client in outputs.values():

@@ -12,7 +12,6 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -22,7 +21,7 @@ from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.config.request.parsing import given_arguments
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
-from dllm_plugin.engine.scheduling.reporting import RequestCounts
+from dllm_plugin.engine.scheduling.reporting import Outputs, RequestCounts
 from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 
@@ -85,14 +84,15 @@ class StepClock:
 def warn_without_graphs(vllm_config: VllmConfig) -> None:
     """Warn if a GPU's steps of one width have no full CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
-    if current_platform.is_cuda() and not mode.has_full_cudagraphs():
-        stands = {
-            "enforce_eager": vllm_config.model_config.enforce_eager,
-            "a worker_cls of your own": vllm_config.parallel_config.worker_cls
-            not in OUR_WORKERS,
-        }
-        also = " and ".join(name for name, in_the_way in stands.items() if in_the_way)
-        logger.warning(NO_FULL_GRAPHS, mode.name, also and f" without {also}")
+    if not current_platform.is_cuda() or mode.has_full_cudagraphs():
+        return
+    also = []
+    if vllm_config.model_config.enforce_eager:
+        also.append("enforce_eager")
+    if vllm_config.parallel_config.worker_cls not in OUR_WORKERS:
+        also.append("a worker_cls of your own")
+    without = f" without {' and '.join(also)}" if also else ""
+    logger.warning(NO_FULL_GRAPHS, mode.name, without)
 
 
 class LoadScheduler(DiffusionScheduler):
@@ -127,9 +127,9 @@ class LoadScheduler(DiffusionScheduler):
         self._own: set[str] = set()
         self._reported_changes = 0
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._own.discard(request.request_id)
-        return super()._free_request(request, delay_free_blocks)
+        return super()._free_request(request, *args, **kwargs)
 
     def _context(self) -> int:
         """Return the tokens of context of all requests, by their pages."""
@@ -142,32 +142,32 @@ class LoadScheduler(DiffusionScheduler):
         if self.running:
             self._width = self.controller.width(len(self.running), self._context())
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
         """Predict the time of the step."""
-        super()._update_after_schedule(scheduler_output)
+        super()._update_after_schedule(output)
         if self.clock is not None:
-            self.clock.scheduled(*self._predicted(scheduler_output))
+            self.clock.scheduled(*self._predicted(output))
 
     def _predicted(self, output: SchedulerOutput) -> tuple[float | None, int, int]:
         """Return time, requests and width of a step; no time if not all of it has that width."""
         requests = len(output.num_scheduled_tokens)
-        total = output.total_num_scheduled_tokens
-        if self._own or not requests or total % requests:
+        canvases = len(output.scheduled_spec_decode_tokens)
+        if self._own or not requests or canvases < requests:
             return None, requests, 0
-        if len(output.scheduled_spec_decode_tokens) < requests:
+        width, rest = divmod(output.total_num_scheduled_tokens, requests)
+        if rest:
             return None, requests, 0
-        width = total // requests
-        predicted_ms = self.controller.costs.step(requests, width, self._context())
-        return predicted_ms, requests, width
+        time_ms = self.controller.costs.step(requests, width, self._context())
+        return time_ms, requests, width
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as the base class does, and measure the step's time."""
         timed = None if self.clock is None else self.clock.finished()
         if timed is not None:
             self.controller.observe_time(*timed)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return super().update_from_output(output, results)
 
     def _step_width(self, stats: SpecDecodingStats | None) -> StepWidth | None:
         """Learn what a step's width brings, and return it."""

@@ -45,13 +45,17 @@ def share_pages(request: Request, origin: int, whole_blocks: bool) -> None:
     """
     if request._block_hasher is None or (whole_blocks and not origin):
         return
-    salt = request.cache_salt or ""
-    if whole_blocks:
-        first = list(request._all_token_ids[:origin])
-        request.cache_salt = f"{salt}/after {first}"
-        request._block_hasher = OffsetPages(request, origin)
-    else:
-        request.cache_salt = f"{salt}/only {request.request_id}"
+    if not whole_blocks:
+        salt_pages(request, f"/only {request.request_id}")
+        return
+    first = list(request._all_token_ids[:origin])
+    request._block_hasher = OffsetPages(request, origin)
+    salt_pages(request, f"/after {first}")
+
+
+def salt_pages(request: Request, salt: str) -> None:
+    """Hash the pages of a request anew, which only requests with the same salt share."""
+    request.cache_salt = f"{request.cache_salt or ''}{salt}"
     request.block_hashes.clear()
     request.update_block_hashes()
 

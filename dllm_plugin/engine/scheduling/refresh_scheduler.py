@@ -5,7 +5,6 @@ reserved. Later forwards start where the strategy says. A forward that does not 
 step's budget of tokens waits for the next step, because none may be cut.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -31,9 +29,9 @@ from dllm_plugin.engine.scheduling.forwards_in_flight import (
     ForwardsInFlight,
 )
 from dllm_plugin.engine.scheduling.guided_scheduler import GuidedScheduler
+from dllm_plugin.engine.scheduling.reporting import Outputs
 
 logger = init_logger("vllm.dllm_plugin")
-UNKNOWN = 0  # steps of blocks whose last step may leave something
 
 
 class RefreshScheduler(GuidedScheduler):
@@ -54,10 +52,6 @@ class RefreshScheduler(GuidedScheduler):
         self._placeholders = [-1] * self.max_model_len
         self._left = 0  # tokens that this step may still compute
         self._guided: set[str] = set()  # conditional requests that this step computes
-        # Of each request, the fields of `Layout` and the most steps that a block takes.
-        self._layouts: dict[str, tuple[int, ...]] = {}
-        self._steps: dict[str, int] = {}
-        self._spans: dict[str, BlockSpans] = {}
         # Leading tokens that a template gives, of requests that have no output so far.
         self._given: dict[str, list[int]] = {}
         self.in_flight = ForwardsInFlight()
@@ -65,12 +59,14 @@ class RefreshScheduler(GuidedScheduler):
     def _bound_requests(self) -> None:
         """Do nothing: forwards differ in size, and each is checked when it is scheduled."""
 
-    def _bounds(self, requests: Sequence[Request]) -> Bounds:
-        layouts = np.array(
-            [self._layouts[r.request_id] for r in requests], dtype=np.int64
-        )
-        start = np.array([_start_of(r) for r in requests], dtype=np.int64)
-        config, layout = self.decode_config, Layout(*layouts.T)
+    def _bounds(self, requests: list[Request]) -> Bounds:
+        rows, starts = [], []
+        for request in requests:
+            rows.append(self.records[request.request_id].layout)
+            starts.append(_start_of(request))
+        layout = Layout(*np.array(rows, dtype=np.int64).T)
+        start = np.array(starts, dtype=np.int64)
+        config = self.decode_config
         limits = (config.canvas_length, self.max_model_len)
         return bounds(layout, start, *limits, config.method.exact_end)
 
@@ -78,9 +74,9 @@ class RefreshScheduler(GuidedScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request, and lay out its blocks."""
-        asked = self.arguments_of(request)
-        template = asked.template
         super().add_request(request)
+        asked = self.records[request.request_id].asked
+        template = asked.template
         self._lay_out(request, asked, template)
         if template is not None:
             self._start_after(request, template.given_blocks(asked.block_length))
@@ -103,24 +99,22 @@ class RefreshScheduler(GuidedScheduler):
         asked: RequestArguments,
         template: Template | None = None,
     ) -> None:
+        record, params = self.records[request.request_id], request.sampling_params
+        start = request.num_prompt_tokens
+        assert params is not None
         # No canvas is cut at the end of the context: the next one waits for its result.
         self._long.discard(request.request_id)
-        end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        end = min(start + request.max_tokens, self.max_model_len)
         policy = self.decode_config.method.policies[asked.policy]
-        assert request.sampling_params is not None
         # Positions may be withheld after the policy, also in the last step.
-        bad_words = request.sampling_params.bad_words_token_ids
-        knows_last = policy.takes_rest and not (bad_words or asked.withholds)
-        self._steps[request.request_id] = asked.steps if knows_last else UNKNOWN
-        start = request.num_prompt_tokens
-        self._layouts[request.request_id] = layout_of(asked, start, end, template)
+        withholds = params.bad_words_token_ids or asked.withholds
+        if policy.takes_rest and not withholds:
+            record.steps = asked.steps
+        record.layout = layout_of(asked, start, end, template)
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._layouts.pop(request.request_id, None)
-        self._steps.pop(request.request_id, None)
-        self._spans.pop(request.request_id, None)
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self.in_flight.forget(request.request_id)
-        return super()._free_request(request, delay_free_blocks)
+        return super()._free_request(request, *args, **kwargs)
 
     # One step.
 
@@ -130,66 +124,61 @@ class RefreshScheduler(GuidedScheduler):
         self._guided.clear()
         return super().schedule(throttle_prefills)
 
-    def _tokens_to_compute(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
+    def _tokens_to_compute(self, request: Request, start: int, new: int) -> int:
         """Return how many tokens of a request to compute: its whole forward, or 0."""
+        req_id = request.request_id
         if request.status == RequestStatus.RUNNING:
             if not self._prepare_forward(request):
                 return 0
-            wanted = (
-                _start_of(request)
-                + len(request.spec_token_ids)
-                - request.num_computed_tokens
-            )
+            canvas = _start_of(request) - request.num_computed_tokens
+            wanted = canvas + len(request.spec_token_ids)
         else:
             wanted = int(self._bounds([request]).stop[0])
-        if is_unconditional(request.request_id):
+        if is_unconditional(req_id):
             # Its conditional request comes right before it and has reserved for both.
-            return (
-                wanted
-                if unpack_unconditional(request.request_id) in self._guided
-                else 0
-            )
-        halves = 1 if self._other_of_pair(request.request_id) is None else 2
+            reserved = unpack_unconditional(req_id) in self._guided
+            return wanted if reserved else 0
+        halves = 1 if self._other_of_pair(req_id) is None else 2
         if wanted * halves > self._left or not self._has_room(request, wanted, halves):
             return 0
         self._left -= wanted * halves
         if halves == 2:
-            self._guided.add(request.request_id)
+            self._guided.add(req_id)
         return wanted
 
     def _prepare_forward(self, request: Request) -> bool:
         """Prepare a request's next forward, unless it depends on a result in flight."""
-        request_id, start = request.request_id, request.num_tokens
-        if not self.in_flight.count(request_id, start):
+        req_id, start = request.request_id, request.num_tokens
+        if not self.in_flight.count(req_id, start):
             return True
         # Reports and grammars need each result; half of a pair may turn out not to fit.
-        by_step = request_id in self.watched.watches or request_id in self._with_grammar
-        by_step |= self._other_of_pair(request_id) is not None
-        _, _, block_length, every, before, _, tail = self._layouts[request_id]
+        by_step = req_id in self.watched.watches or req_id in self._with_grammar
+        by_step |= self._other_of_pair(req_id) is not None
+        record = self.records[req_id]
+        _, _, length, every, before, _, tail = record.layout
         # A void forward starts where the next refresh does: its pages must be reserved.
-        may_overshoot = every > 1 and before < block_length
+        may_overshoot = every > 1 and before < length
         if by_step or may_overshoot or tail != NO_TEMPLATE:
             return False
-        if self.in_flight.is_last(request_id, start, self._steps[request_id]):
+        if self.in_flight.is_last(req_id, start, record.steps):
             return self._place_next_block(request)
-        return self.in_flight.expects_another(request_id, start)
+        return self.in_flight.expects_another(req_id, start)
 
     def _place_next_block(self, request: Request) -> bool:
         """Place the refresh after a block that ends with the forwards in flight, if any.
 
         The block's tokens count as placeholders, as vLLM counts tokens that it does not know.
         """
+        req_id = request.request_id
+        record = self.records[req_id]
         self._find_spans([request])
-        size = self._spans[request.request_id].size
+        size, end = record.spans.size, record.layout[1]
         block_end = request.num_tokens + size
-        end = self._layouts[request.request_id][1]
-        if block_end >= end or self.in_flight.count(request.request_id, block_end):
+        if block_end >= end or self.in_flight.count(req_id, block_end):
             return False
         request.num_output_placeholders = size
         self._find_spans([request])
-        start, num_drafts = self._spans[request.request_id].refresh
+        start, num_drafts = record.spans.refresh
         if block_end + num_drafts - start > self._left:
             request.num_output_placeholders = 0
             return False
@@ -205,57 +194,58 @@ class RefreshScheduler(GuidedScheduler):
         slots = self.max_num_active_reqs - len(self.running)
         return slots >= halves and free >= halves * cdiv(wanted, self.block_size)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
         """Mark the canvas of first forwards; none if only one request of a pair runs."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        canvases = scheduler_output.scheduled_spec_decode_tokens
-        for data in scheduler_output.scheduled_new_reqs:
-            self.in_flight.forget(data.req_id)
-            num_drafts = scheduled[data.req_id] - self.requests[data.req_id].num_tokens
-            canvases[data.req_id] = self._placeholders[:num_drafts]
-        for request_id in list(canvases) if self._unconditional else ():
-            other = self._other_of_pair(request_id)
+        canvases = output.scheduled_spec_decode_tokens
+        for data in output.scheduled_new_reqs:
+            req_id = data.req_id
+            self.in_flight.forget(req_id)
+            num_tokens = self.requests[req_id].num_tokens
+            num_drafts = output.num_scheduled_tokens[req_id] - num_tokens
+            canvases[req_id] = self._placeholders[:num_drafts]
+        for req_id in list(canvases) if self._unconditional else ():
+            other = self._other_of_pair(req_id)
             if other is not None and other not in canvases:
-                del canvases[request_id]
-        self.in_flight.launch({i: _start_of(self.requests[i]) for i in canvases})
-        super()._update_after_schedule(scheduler_output)
-        requests = [self.requests[request_id] for request_id in canvases]
+                del canvases[req_id]
+        requests = [self.requests[req_id] for req_id in canvases]
+        self.in_flight.launch({r.request_id: _start_of(r) for r in requests})
+        super()._update_after_schedule(output)
         for request in requests:
             request.num_output_placeholders = 0  # forwards differ in size
         if self.scheduler_config.async_scheduling and requests:
             self._place_forwards(requests, [True] * len(requests))
 
     def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+        self, request: Request, token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Update as vLLM's synchronous scheduler: no placeholders and no cached pages."""
-        return Scheduler._update_request_with_output(
-            self, request, new_token_ids, is_stale
-        )
+        update = Scheduler._update_request_with_output
+        return update(self, request, token_ids, is_stale)
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as vLLM does; then place next forwards, from what was committed."""
-        left = unpack_masks_left(model_runner_output)
-        void = self._drop_void(scheduler_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        going_on = []
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(request_id)
-            if request is None or request_id in void:
+        left = unpack_masks_left(results)
+        void = self._drop_void(output)
+        outputs = super().update_from_output(output, results)
+        places, committed = results.req_id_to_index, results.sampled_token_ids
+        going_on, in_block = [], []
+        for req_id in output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is None or req_id in void:
                 continue
             if request.status == RequestStatus.RUNNING:
                 going_on.append(request)
+                in_step = req_id in output.scheduled_spec_decode_tokens
+                in_block.append(in_step and not committed[places[req_id]])
         if going_on:
-            self._place_next_forwards(
-                going_on, scheduler_output, model_runner_output, left
-            )
+            self._place_next_forwards(going_on, in_block, left)
         if self._given:
             self._send_given(outputs)
         return outputs
 
-    def _send_given(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def _send_given(self, outputs: Outputs) -> None:
         """Add given tokens to first outputs, and forget requests that are gone."""
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -264,50 +254,47 @@ class RefreshScheduler(GuidedScheduler):
                     output.new_token_ids = [*given, *output.new_token_ids]
                     if output.new_logprobs is not None:
                         output.new_logprobs = _with_certain(output.new_logprobs, given)
-        for request_id in self._given.keys() - self.requests.keys():
-            del self._given[request_id]
+        for req_id in self._given.keys() - self.requests.keys():
+            del self._given[req_id]
 
-    def _drop_void(self, scheduler_output: SchedulerOutput) -> set[str]:
+    def _drop_void(self, output: SchedulerOutput) -> set[str]:
         """Remove forwards of blocks that were done already from a step's results."""
         void = set()
-        for request_id, start in self.in_flight.land().items():
-            request = self.requests.get(request_id)
+        for req_id, start in self.in_flight.land().items():
+            request = self.requests.get(req_id)
             if request is not None and request.num_tokens != start:
-                void.add(request_id)
-                del scheduler_output.scheduled_spec_decode_tokens[request_id]
+                void.add(req_id)
+                del output.scheduled_spec_decode_tokens[req_id]
         self.in_flight.num_void += len(void)
         return void
 
     def _place_next_forwards(
-        self,
-        requests: list[Request],
-        scheduler_output: SchedulerOutput,
-        model_runner_output: ModelRunnerOutput,
-        left: dict[str, int],
+        self, requests: list[Request], in_block: list[bool], left: dict[str, int]
     ) -> None:
-        canvases = scheduler_output.scheduled_spec_decode_tokens
-        index = model_runner_output.req_id_to_index
-        committed = model_runner_output.sampled_token_ids
-        in_block, keeps_kv = [], []
-        for request in requests:
-            request_id = request.request_id
-            goes_on = request_id in canvases and not committed[index[request_id]]
-            in_block.append(goes_on)
+        """Place the next forwards of requests, and record how far their blocks are.
+
+        Args:
+            in_block: whether the block of a request goes on.
+            left: masked positions of blocks by request id; none for missing ones.
+        """
+        keeps_kv = []
+        for request, goes_on in zip(requests, in_block, strict=True):
             # The refresh after a last step may be in flight already.
-            launched = self.in_flight.count(request_id, request.num_tokens) > 0
+            launched = self.in_flight.count(request.request_id, request.num_tokens) > 0
             keeps_kv.append(goes_on or launched)
         self._place_forwards(requests, keeps_kv)
         for request, goes_on in zip(requests, in_block, strict=True):
-            request_id = request.request_id
+            req_id = request.request_id
             if goes_on:
-                self.in_flight.note(request_id, left.get(request_id, 0))
+                self.in_flight.note(req_id, left.get(req_id, 0))
             else:
-                self.in_flight.begin_block(request_id, self._spans[request_id].size)
+                size = self.records[req_id].spans.size
+                self.in_flight.begin_block(req_id, size)
 
     def _place_forwards(self, requests: list[Request], keeps_kv: list[bool]) -> None:
         self._find_spans(requests)
         for request, keeps in zip(requests, keeps_kv, strict=True):
-            spans = self._spans[request.request_id]
+            spans = self.records[request.request_id].spans
             start, num_drafts = spans.of_block if keeps else spans.refresh
             request.num_computed_tokens = start
             request.spec_token_ids = self._placeholders[:num_drafts]
@@ -316,8 +303,8 @@ class RefreshScheduler(GuidedScheduler):
         """Find the spans of requests that have begun another block."""
         begun = []
         for request in requests:
-            known = self._spans.get(request.request_id)
-            if known is None or known.start != _start_of(request):
+            known = self.records[request.request_id].spans
+            if known.start != _start_of(request):
                 begun.append(request)
         if not begun:
             return
@@ -328,9 +315,8 @@ class RefreshScheduler(GuidedScheduler):
             forwards.append(list(zip(starts.tolist(), drafts.tolist(), strict=True)))
         starts = canvas.start.tolist()
         sizes = (canvas.block_stop - canvas.start).tolist()
-        columns = zip(begun, starts, sizes, *forwards, strict=True)
-        for request, *fields in columns:
-            self._spans[request.request_id] = BlockSpans(*fields)
+        for request, *fields in zip(begun, starts, sizes, *forwards, strict=True):
+            self.records[request.request_id].spans = BlockSpans(*fields)
 
 
 def _start_of(request: Request) -> int:
@@ -342,12 +328,8 @@ def _with_certain(lists: LogprobsLists, token_ids: list[int]) -> LogprobsLists:
     """Prepend the log-probabilities of given tokens, which are certain."""
     shape = (len(token_ids), lists.logprobs.shape[1])
     ids = np.repeat(np.array(token_ids)[:, None], shape[1], axis=1)
-    rows = (
-        (ids, lists.logprob_token_ids),
-        (np.zeros(shape), lists.logprobs),
-        (np.ones(shape[0]), lists.sampled_token_ranks),
-    )
-    ids, logprobs, ranks = (
-        np.concatenate([given.astype(of.dtype), of]) for given, of in rows
-    )
-    return LogprobsLists(ids, logprobs, ranks, None)
+    certain = (ids, np.zeros(shape), np.ones(shape[0]))
+    columns = []
+    for given, emitted in zip(certain, lists[:3], strict=True):
+        columns.append(np.concatenate([given.astype(emitted.dtype), emitted]))
+    return LogprobsLists(*columns)

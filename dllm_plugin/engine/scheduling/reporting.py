@@ -1,9 +1,10 @@
-"""Count what each request computes; report it with its output, and all on /metrics.
+"""Keep a record of each request: count what it computes, report it, and add it on /metrics.
 
 The scheduler's base class: it decides nothing. A request's numbers travel in vLLM's own
 `RequestSpecDecodeMetrics`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -22,11 +23,15 @@ from dllm_plugin.config.carriers import (
     pack_reports,
     unpack_positions,
 )
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import is_unconditional, unpack_unconditional
+from dllm_plugin.engine.scheduling.forwards_in_flight import NO_SPANS, BlockSpans
+from dllm_plugin.engine.scheduling.page_hashes import PromptPages
 from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
+
+Outputs = dict[int, EngineCoreOutputs]
 
 
 class RequestCounts(RequestSpecDecodeMetrics):
@@ -44,16 +49,46 @@ class RequestCounts(RequestSpecDecodeMetrics):
         """Do nothing: vLLM calls this only for requests that ask for their counts."""
 
 
+@dataclass
+class Record:
+    """Store what the schedulers know of a request, from its arrival to its end.
+
+    asked      its arguments
+    counts     what it computed so far
+    length     positions of a block
+
+    Full attention:
+    layout     fields of `Layout`
+    steps      steps of a block at most; 0 if its last step may leave something
+    spans      where the next forward lies
+
+    Floating canvases:
+    pages      hasher of its pages; None without prefix caching
+    forwards   forwards that were scheduled by a schedule of its own
+    is_untold  whether the request asks for no statistics
+    """
+
+    asked: RequestArguments
+    counts: RequestCounts
+    length: int
+    layout: tuple[int, ...] = ()
+    steps: int = 0
+    spans: BlockSpans = NO_SPANS
+    pages: PromptPages | None = None
+    forwards: int = 0
+    is_untold: bool = False
+
+
 class ReportingScheduler(AsyncScheduler):
     """Count the forwards and positions of every request."""
 
-    decode_config: DecodeConfig
     counts_class = RequestCounts
     counts_steps = False  # whether steps are counted even if nobody logs them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._counts: dict[str, RequestCounts] = {}
+        self.decode_config = get_decode_config(self.vllm_config)
+        self.records: dict[str, Record] = {}
         self._with_stop_strings: set[str] = set()
         self.watched = WatchedRequests(self)
         self._ended: list[EndedRequest] = []
@@ -66,40 +101,41 @@ class ReportingScheduler(AsyncScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request; ``spec_decode_metrics`` has its counts unless it objects."""
+        req_id, params = request.request_id, request.sampling_params
+        asked = self.arguments_of(request)
         histogram = [0] * (self.num_spec_tokens + 1)
         counts = self.counts_class(self.num_spec_tokens, histogram)
-        self._counts[request.request_id] = counts
-        asked = self.arguments_of(request)
-        if asked.is_watched and not is_unconditional(request.request_id):
+        self.records[req_id] = Record(asked, counts, asked.block_length)
+        if asked.is_watched and not is_unconditional(req_id):
             self.watched.add(request, asked, counts)
         if asked.statistics:
             request.spec_decode_metrics = counts
-            if request.sampling_params is not None and request.sampling_params.stop:
-                self._with_stop_strings.add(request.request_id)
+            if params is not None and params.stop:
+                self._with_stop_strings.add(req_id)
         super().add_request(request)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        for request_id, num_positions in scheduler_output.num_scheduled_tokens.items():
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        super()._update_after_schedule(output)
+        for req_id, positions in output.num_scheduled_tokens.items():
             # Charge an unconditional request to its conditional one.
-            counts = self._counts.get(unpack_unconditional(request_id))
-            if counts is not None:
-                pack_positions(counts, num_positions)
+            record = self.records.get(unpack_unconditional(req_id))
+            if record is not None:
+                pack_positions(record.counts, positions)
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        request_id = request.request_id
-        counts = self._counts.pop(request_id, None)
-        if counts is not None and self.log_stats and not is_unconditional(request_id):
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        req_id = request.request_id
+        record = self.records.pop(req_id, None)
+        if record is not None and self.log_stats and not is_unconditional(req_id):
             ended = EndedRequest(
                 self._reason(request),
-                sum(counts.histogram),
+                sum(record.counts.histogram),
                 request.num_output_tokens,
-                unpack_positions(counts),
+                unpack_positions(record.counts),
             )
             self._ended.append(ended)
-        self._with_stop_strings.discard(request_id)
-        self.watched.watches.pop(request_id, None)
-        return super()._free_request(request, delay_free_blocks)
+        self._with_stop_strings.discard(req_id)
+        self.watched.watches.pop(req_id, None)
+        return super()._free_request(request, *args, **kwargs)
 
     def _reason(self, request: Request) -> FinishReason:
         """Return why a request ends.
@@ -107,9 +143,8 @@ class ReportingScheduler(AsyncScheduler):
         The front end aborts a request at a stop string, as it does if a client leaves,
         and does not report which. The request's text shows it.
         """
-        reason = request.get_finished_reason()
-        assert reason is not None and request.sampling_params is not None
-        params = request.sampling_params
+        reason, params = request.get_finished_reason(), request.sampling_params
+        assert reason is not None and params is not None
         if reason != FinishReason.ABORT or not params.stop:
             return reason
         # vLLM has loaded this tokenizer at start.
@@ -133,7 +168,7 @@ class ReportingScheduler(AsyncScheduler):
         request_id: str,
     ) -> SpecDecodingStats | None:
         """Count one forward as vLLM does, without its loops over positions."""
-        counts = self._counts[request_id]
+        counts = self.records[request_id].counts
         self._count_forward(counts, num_draft_tokens, num_accepted_tokens)
         if not (self.log_stats or self.counts_steps):
             return None
@@ -157,29 +192,30 @@ class ReportingScheduler(AsyncScheduler):
 
         :class:`dllm_plugin.engine.metrics.DenoisingMetrics` reads them in front ends.
         """
-        width = self._step_width(spec_decoding_stats)
+        stats = spec_decoding_stats
+        width = self._step_width(stats)
         if self._ended or width is not None:
-            stats = spec_decoding_stats or SpecDecodingStats(self.num_spec_tokens)
+            stats = stats or SpecDecodingStats(self.num_spec_tokens)
             pack_reports(stats, self._ended, width)
-            spec_decoding_stats, self._ended = stats, []
-        return super().make_stats(spec_decoding_stats, *args, **kwargs)
+            self._ended = []
+        return super().make_stats(stats, *args, **kwargs)
 
     def _step_width(self, stats: SpecDecodingStats | None) -> StepWidth | None:
         """Return the width of a step to report; only floating canvases have any."""
         return None
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as vLLM does; requests with stop strings get counts with each piece."""
-        steps = self.watched.begin_step(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.watched.end_step(steps, outputs, model_runner_output.logprobs)
+        steps = self.watched.begin_step(results)
+        outputs = super().update_from_output(output, results)
+        self.watched.end_step(steps, outputs, results.logprobs)
         if not self._with_stop_strings:
             return outputs
         for of_client in outputs.values():
-            for output in of_client.outputs:
+            for each in of_client.outputs:
                 # If the front end finds a stop string, this output is the last one.
-                if output.request_id in self._with_stop_strings:
-                    output.spec_decode_metrics = self._counts[output.request_id]
+                if each.request_id in self._with_stop_strings:
+                    each.spec_decode_metrics = self.records[each.request_id].counts
         return outputs

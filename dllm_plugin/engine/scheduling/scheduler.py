@@ -11,24 +11,32 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.carriers import pack_start
-from dllm_plugin.config.request.arguments import GRAMMAR_MODES
+from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
 from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
-from dllm_plugin.engine.scheduling.page_hashes import share_pages
-from dllm_plugin.engine.scheduling.reporting import ReportingScheduler
+from dllm_plugin.engine.scheduling.page_hashes import salt_pages, share_pages
+from dllm_plugin.engine.scheduling.reporting import Outputs
 
 logger = init_logger("vllm.dllm_plugin")
 
+BOUND = (
+    "At most %d requests run at once: max_num_batched_tokens %d holds that many canvases "
+    "of %d positions and a prompt."
+)
+STREAMING = (
+    "Request %s ends with an error: diffusion decoding does not support streaming-input "
+    "sessions; send the whole prompt at once."
+)
 
-class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
+
+class DiffusionScheduler(GrammarScheduler):
     """Schedule canvas positions as draft tokens; committed tokens are accepted drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,18 +55,12 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
     def _bound_requests(self) -> None:
         # Every running request computes a whole canvas per step. A prompt must fit as well,
         # or a chunk of a prompt if it may be split.
+        canvas, most = self.num_spec_tokens, self.max_num_scheduled_tokens
         chunked = self.scheduler_config.enable_chunked_prefill
-        prompt = self.num_spec_tokens if chunked else self.max_model_len
-        room = self.max_num_scheduled_tokens - prompt
-        fits = max(1, room // self.num_spec_tokens)
+        prompt = canvas if chunked else self.max_model_len
+        fits = max(1, (most - prompt) // canvas)
         if fits < self.max_num_active_reqs:
-            logger.info(
-                "At most %d requests run at once: max_num_batched_tokens %d holds that many "
-                "canvases of %d positions and a prompt.",
-                fits,
-                self.max_num_scheduled_tokens,
-                self.num_spec_tokens,
-            )
+            logger.info(BOUND, fits, most, canvas)
             self.max_num_active_reqs = fits
 
     def add_request(self, request: Request) -> None:
@@ -66,58 +68,49 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         if request.resumable:
             # Only here vLLM shows that the prompt is a stream, and a scheduler may not raise:
             # this is vLLM's list of requests that end with an error.
-            logger.error(
-                "Request %s ends with an error: diffusion decoding does not support "
-                "streaming-input sessions; send the whole prompt at once.",
-                shown(request.request_id),
-            )
+            logger.error(STREAMING, shown(request.request_id))
             end_with_error(self, request.request_id)
-        params = request.sampling_params
-        assert params is not None
-        asked = self.arguments_of(request)
-        self.block_length[request.request_id] = asked.block_length
+        config, asked = self.decode_config, self.arguments_of(request)
         # A canvas in flight, the canvas scheduled after it, and the next one.
         reach = request.num_prompt_tokens + request.max_tokens
         if reach + 3 * self.num_spec_tokens > self.max_model_len:
             self._long.add(request.request_id)
-        method = self.decode_config.method
-        other = asked.block_length != self.decode_config.block_length
-        if other and not method.causal:
+        length = asked.block_length
+        if length != config.block_length and not config.method.causal:
             # Keys depend on where blocks end, so other requests must not use these pages.
-            salt = request.cache_salt or ""
-            request.cache_salt = f"{salt}/block {asked.block_length}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
-        if self.decode_config.method.splits_prompt:
-            whole_blocks = self.block_size % asked.block_length == 0
-            share_pages(request, self._origin(request), whole_blocks)
-        ends = list(self.decode_config.turn_end_token_ids)
-        template = asked.template
+            salt_pages(request, f"/block {length}")
+        if config.method.splits_prompt:
+            origin = config.origin(request.num_prompt_tokens, length)
+            share_pages(request, origin, self.block_size % length == 0)
+        self._set_ends(request, asked.template)
+        super().add_request(request)
+
+    def _set_ends(self, request: Request, template: Template | None) -> None:
+        """Set the tokens that end a request."""
+        params, config = request.sampling_params, self.decode_config
+        assert params is not None
+        stops = params.stop_token_ids or []
+        ends = list(config.turn_end_token_ids)
         if template is not None:
-            ends = template.ends(ends)
-            params.stop_token_ids = template.ends(params.stop_token_ids or [])
+            ends, stops = template.ends(ends), template.ends(stops)
             eos = params.eos_token_id
             if eos is not None and not template.ends([eos]):
                 params._eos_token_id = None
-        if not params.ignore_eos:
-            # Chat models end a turn with a token that configs do not list as EOS. In a
-            # prompt without turns it is an ordinary token.
-            known, prompt = params.stop_token_ids or [], request.prompt_token_ids or ()
-            if any(i in prompt for i in ends):
-                params.stop_token_ids = [*known, *(i for i in ends if i not in known)]
-        hidden = self.decode_config.hidden_token_id
-        if hidden is not None:
-            params.stop_token_ids = [*(params.stop_token_ids or []), hidden]
-        super().add_request(request)
+        prompt = request.prompt_token_ids or ()
+        # Chat models end a turn with a token that configs do not list as EOS. In a prompt
+        # without turns it is an ordinary token.
+        if not params.ignore_eos and any(i in prompt for i in ends):
+            stops = [*stops, *(i for i in ends if i not in stops)]
+        hidden = config.hidden_token_id
+        params.stop_token_ids = stops if hidden is None else [*stops, hidden]
 
-    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self.block_length.pop(request.request_id, None)
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._long.discard(request.request_id)
         if self.connector is not None:
             # What is in flight counts as computed, and the last block was not stored.
             stored = max(request.num_prompt_tokens, request.num_tokens - 1)
             request.num_computed_tokens = min(request.num_computed_tokens, stored)
-        return super()._free_request(request, delay_free_blocks)
+        return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """Take loaded pages as vLLM does, which computes the last position of a prompt again.
@@ -128,7 +121,7 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         last = request.num_tokens - 1
         if request.num_computed_tokens != last:
             return
-        length = self.block_length[request.request_id]
+        length = self.records[request.request_id].length
         request.num_computed_tokens = last // length * length
         if not request.num_computed_tokens:
             # vLLM would ask for the same page again.
@@ -137,11 +130,11 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does; the budget keeps a canvas for every running request."""
-        reserved = len(self.running) * self.num_spec_tokens
+        running = len(self.running)
+        reserved = running * self.num_spec_tokens
         self._spare_tokens = self.max_num_scheduled_tokens - reserved
         fewest = self.decode_config.commit_alone_from
-        in_step = cdiv(len(self.running), self.pp_size)
-        self._single_blocks = 0 < fewest <= in_step
+        self._single_blocks = 0 < fewest <= cdiv(running, self.pp_size)
         most = self.max_num_active_reqs
         if self.pp_size > 1:
             self._share_among_steps()
@@ -164,9 +157,8 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
             if decodes and request.next_decode_eligible_step <= self.current_step + 1:
                 here += 1
         free = max(0, cdiv(wanted, self.pp_size) - here)
-        self.max_num_active_reqs = min(
-            self.max_num_active_reqs, len(self.running) + free
-        )
+        share = len(self.running) + free
+        self.max_num_active_reqs = min(self.max_num_active_reqs, share)
 
     def _canvas_tokens(self, request: Request) -> int:
         """Return how many positions of a request's canvas this step computes.
@@ -177,99 +169,92 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         first block does not depend on it.
         """
         drafts = len(request.spec_token_ids) or self.num_spec_tokens
+        length = self.records[request.request_id].length
         rows = self.decode_config.method.rows
         if rows is not None:
-            return min(drafts, rows(self.block_length[request.request_id]))
-        if not (self._single_blocks and request.status == RequestStatus.RUNNING):
-            return drafts
-        return min(drafts, self.block_length[request.request_id])
+            return min(drafts, rows(length))
+        if self._single_blocks and request.status == RequestStatus.RUNNING:
+            return min(drafts, length)
+        return drafts
 
-    def _reserve_prefill_lookahead(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
+    def _reserve_prefill_lookahead(self, request: Request, start: int, new: int) -> int:
         """Return how many tokens of a request to compute, 0 to let it wait.
 
         A request that must wait stops the queue after it: other requests would overtake it
         for ever, and vLLM 0.33 would ask for each of ten thousand in every step.
         """
-        wanted = self._tokens_to_compute(request, num_computed_tokens, num_new_tokens)
+        wanted = self._tokens_to_compute(request, start, new)
         if not wanted and request.status != RequestStatus.RUNNING:
             self.max_num_active_reqs = 0  # until the end of this step
         return wanted
 
-    def _tokens_to_compute(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
+    def _tokens_to_compute(self, request: Request, start: int, new: int) -> int:
         """Return how many tokens of a request fit this step.
 
         If blocks divide the prompt, a prefill that does not fit the step is cut at the end
         of a block, so that later canvases are whole. On an absolute grid the first canvas
         begins inside the prompt, with its partial block; vLLM counts the prompt as
         computed, and would cut that canvas at the end of the context.
+
+        Args:
+            start: tokens that are computed already.
+            new: tokens that vLLM would compute.
         """
-        cuts = self._single_blocks or self.decode_config.method.causal_rows
+        known, prompt_len = request.num_tokens, request.num_prompt_tokens
+        config, canvas = self.decode_config, self.num_spec_tokens
+        cuts = self._single_blocks or config.method.causal_rows
         if cuts and request.spec_token_ids:
-            in_flight = request.num_output_placeholders - num_computed_tokens
-            most = request.num_tokens + in_flight + self._canvas_tokens(request)
-            num_new_tokens = min(num_new_tokens, most)
-        if not (self.decode_config.prompt_has_blocks and num_new_tokens):
-            return num_new_tokens
-        is_running = request.status == RequestStatus.RUNNING
-        if is_running and num_computed_tokens < request.num_tokens:
-            most = self.num_spec_tokens + self._spare_tokens
-            num_new_tokens = min(num_new_tokens, most)
-            self._spare_tokens -= max(0, num_new_tokens - self.num_spec_tokens)
-        end = num_computed_tokens + num_new_tokens
-        if end < request.num_tokens:
-            length = self.block_length[request.request_id]
-            origin = self._origin(request)
-            end = origin + (end - origin) // length * length
-            return max(0, end - num_computed_tokens)
+            in_flight = request.num_output_placeholders - start
+            new = min(new, known + in_flight + self._canvas_tokens(request))
+        if not (config.prompt_has_blocks and new):
+            return new
+        if request.status == RequestStatus.RUNNING and start < known:
+            new = min(new, canvas + self._spare_tokens)
+            self._spare_tokens -= max(0, new - canvas)
+        if start + new < known:
+            length = self.records[request.request_id].length
+            origin = config.origin(prompt_len, length)
+            end = origin + (start + new - origin) // length * length
+            return max(0, end - start)
         # A text that comes back is prefilled whole: a canvas may end inside a block.
-        comes_back = request.num_tokens > request.num_prompt_tokens
-        if comes_back or num_computed_tokens != request.num_prompt_tokens:
-            return num_new_tokens
-        wanted = num_new_tokens + self._first_tail(request)
+        if known > prompt_len or start != prompt_len:
+            return new
+        wanted = new + self._first_tail(request)
         return min(wanted, self._canvas_tokens(request))
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""
-        past_origin = request.num_prompt_tokens - self._origin(request)
-        return past_origin % self.block_length[request.request_id]
-
-    def _origin(self, request: Request) -> int:
-        """Return the absolute position from which blocks of a request are counted."""
-        length = self.block_length[request.request_id]
-        return self.decode_config.origin(request.num_prompt_tokens, length)
+        length = self.records[request.request_id].length
+        prompt_len = request.num_prompt_tokens
+        return (prompt_len - self.decode_config.origin(prompt_len, length)) % length
 
     def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+        self, request: Request, token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         """Update as vLLM does, but do not cache the last block, which was not stored yet.
 
         vLLM 0.32 caches pages in this method, vLLM 0.33 after it: neither caches tokens that
         are subtracted here.
         """
+        update = super()._update_request_with_output
         was_running = request.status == RequestStatus.RUNNING
-        num_new = len(new_token_ids)
         if is_stale or not (was_running and self.kv_cache_manager.enable_caching):
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
+            return update(request, token_ids, is_stale)
+        num_new = len(token_ids)
         request.num_computed_tokens -= num_new
-        new_token_ids, stopped = super()._update_request_with_output(
-            request, new_token_ids
-        )
+        token_ids, stopped = update(request, token_ids)
         if not stopped:
             request.num_computed_tokens += num_new
             computed = request.num_computed_tokens - request.num_output_placeholders
             self.kv_cache_manager.cache_blocks(request, computed)
-        return new_token_ids, stopped
+        return token_ids, stopped
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+        self, output: SchedulerOutput, results: ModelRunnerOutput
+    ) -> Outputs:
         """Update as vLLM does; requests whose logits are no numbers end with an error."""
-        broken = self.broken.end(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        broken = self.broken.end(results)
+        outputs = super().update_from_output(output, results)
         self.broken.count(broken, outputs)
         return outputs
 
@@ -287,23 +272,23 @@ class DiffusionScheduler(ReportingScheduler, GrammarScheduler):
         has_cache = self.kv_cache_manager.enable_caching
         return done or (reset_running_requests and not has_cache)
 
-    def _record_start(self, request_id: str, cached_tokens: int) -> None:
+    def _record_start(self, req_id: str, cached_tokens: int) -> None:
         """Record with a request's counts what was cached, and the mode of its grammar."""
-        mode = self.grammar_mode(request_id)
+        mode = self.grammar_mode(req_id)
         grammar = None if mode is None else GRAMMAR_MODES.index(mode)
-        pack_start(self._counts[request_id], cached_tokens, grammar)
+        pack_start(self.records[req_id].counts, cached_tokens, grammar)
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        for data in scheduler_output.scheduled_new_reqs:
+    def _update_after_schedule(self, output: SchedulerOutput) -> None:
+        super()._update_after_schedule(output)
+        for data in output.scheduled_new_reqs:
             self._record_start(data.req_id, data.num_computed_tokens)
-        self.num_computed_positions += scheduler_output.total_num_scheduled_tokens
+        self.num_computed_positions += output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
-        for req_id in scheduler_output.num_scheduled_tokens.keys() & self._long:
+        for req_id in output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
-            later = self.current_step + self.vllm_config.max_concurrent_batches
             # If it were scheduled before this step's commit is known, the next canvas would
             # be cut at the end of the context, even if the request has not advanced.
             if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
+                later = self.current_step + self.vllm_config.max_concurrent_batches
                 request.next_decode_eligible_step = later
