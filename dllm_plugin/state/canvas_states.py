@@ -59,6 +59,7 @@ class CanvasStates:
     post_step_N      int32, steps that the first block has had without masks and not committed
     cached_N         bool, every position of the first block has KV of this block's steps
     counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
+    position_C       int64, the canvas positions, for code that is not compiled
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class CanvasStates:
         self.canvas_NC = draft_tokens_NC
         self.device = draft_tokens_NC.device
         self.model_config = model_config
-        num_slots = draft_tokens_NC.shape[0]
+        num_slots, self.num_positions = draft_tokens_NC.shape
+        self.mask_id = config.mask_token_id
+        self.position_C = torch.arange(self.num_positions, device=self.device)
 
         def zeros(dtype: torch.dtype, *width: int) -> Tensor:
             return torch.zeros(num_slots, *width, dtype=dtype, device=self.device)
@@ -111,14 +114,8 @@ class CanvasStates:
 
     @property
     def _rows(self) -> tuple[Tensor, ...]:
-        return (
-            self.start_N,
-            self.ended_N,
-            self.canvas_NC,
-            self.tail_N,
-            *self._progress,
-            *self.companions,
-        )
+        place = (self.start_N, self.ended_N, self.canvas_NC, self.tail_N)
+        return (*place, *self._progress, *self.companions)
 
     @property
     def _progress(self) -> tuple[Tensor, ...]:
@@ -135,32 +132,33 @@ class CanvasStates:
 
     def add_request(self, slot: int, data: "NewRequestData") -> None:
         """Start `slot` for a new request, or for one that comes back from preemption."""
-        assert data.prompt_token_ids is not None and data.prefill_token_ids is not None
-        params = data.sampling_params
-        assert params is not None
-        request = arguments_of(self.config, params)
-        prompt_len, num_tokens = len(data.prompt_token_ids), len(data.prefill_token_ids)
+        params, config, states = data.sampling_params, self.config, self.requests
+        prompt, known = data.prompt_token_ids, data.prefill_token_ids
+        assert params is not None and prompt is not None and known is not None
+        request = arguments_of(config, params)
+        template, context = request.template, self.max_model_len
         assert params.max_tokens is not None
-        end = min(prompt_len + params.max_tokens, self.max_model_len)
-        template = request.template
-        self.requests.fill(slot, prompt_len, end, request, params, self.max_model_len)
+        end = min(len(prompt) + params.max_tokens, context)
+        states.fill(slot, len(prompt), end, request, params, context)
         self.templates.add_request(slot, template, end)
         self.early_text_np[slot] = request.early_text
         self.req_id_to_slot[str(data.req_id)] = slot
         if self.floating is not None:
             _, pieces = unpack_id(data.req_id)
-            self.floating.pieces[slot] = np.array([prompt_len, *pieces], dtype=np.int64)
+            ends = np.array([len(prompt), *pieces], dtype=np.int64)
+            self.floating.pieces[slot] = ends
         # On an absolute grid the first block begins inside the prompt.
-        absolute = self.config.family.absolute_grid and self.floating is None
-        tail = num_tokens % request.block_length if absolute else 0
-        self._fresh.append((slot, num_tokens - tail, tail))
-        tokens = data.prefill_token_ids[num_tokens - tail :]
+        absolute = config.family.absolute_grid and self.floating is None
+        tail = len(known) % request.block_length if absolute else 0
+        start = len(known) - tail
+        self._fresh.append((slot, start, tail))
+        tokens = known[start:]
         if template is not None:
-            first, num_positions = num_tokens - prompt_len, self.canvas_NC.shape[1]
-            tokens = list(template.token_ids[first : first + num_positions])
-        self._given += [
-            (slot, i, token) for i, token in enumerate(tokens) if token != FILL
-        ]
+            first = len(known) - len(prompt)
+            tokens = list(template.token_ids[first : first + self.num_positions])
+        for place, token in enumerate(tokens):
+            if token != FILL:
+                self._given.append((slot, place, token))
         self.preempted.bring_back(data.req_id, slot)
 
     def remove_request(self, req_id: str) -> int | None:
@@ -197,27 +195,25 @@ class CanvasStates:
         """Copy what `add_request` staged to the device."""
         self.requests.copy_to_device()
         if self._fresh:
-            staged = async_tensor_h2d(
-                np.array(self._fresh, dtype=np.int64), device=self.device
-            )
-            slots, starts, tails = staged.unbind(1)
+            slots, starts, tails = self._upload(self._fresh)
             # An assigned number would come from host memory that is not pinned, and be waited for.
             for row in self._rows:
                 row.index_fill_(0, slots, 0)
             self.start_N[slots] = starts
             self.tail_N[slots] = tails.to(torch.int32)
-            self.canvas_NC.index_fill_(0, slots, self.config.mask_token_id)
-            self._fresh.clear()
+            self.canvas_NC.index_fill_(0, slots, self.mask_id)
         self.preempted.restore(self._rows)
         # Given tokens are given again after what was sent of a block.
         if self._given:
-            staged = async_tensor_h2d(
-                np.array(self._given, dtype=np.int64), device=self.device
-            )
-            slots, places, tokens = staged.unbind(1)
+            slots, places, tokens = self._upload(self._given)
             self.canvas_NC[slots, places] = tokens
-            self._given.clear()
         self.templates.copy_to_device()
+
+    def _upload(self, rows: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
+        """Copy staged rows to the device, as columns, and clear them."""
+        staged = async_tensor_h2d(np.array(rows, dtype=np.int64), device=self.device)
+        rows.clear()
+        return staged.unbind(1)
 
     def view(self, slots_R: Tensor, num_computed_R: Tensor) -> tuple[Canvas, Tensor]:
         """Gather the canvases of a step.
@@ -228,16 +224,17 @@ class CanvasStates:
         Returns:
             the canvas, and int32 ``[R]`` tokens each request may still emit.
         """
-        start_R, end_R = self.start_N[slots_R], self.requests.end.gpu[slots_R]
+        requests, computed_R = self.requests, num_computed_R
+        start_R, end_R = self.start_N[slots_R], requests.end.gpu[slots_R]
         slots_of = self.config.method.slots
         if slots_of is not None:
-            tokens_RC, lengths = self.canvas_NC[slots_R], self.requests.block_length
-            mask_id = self.config.mask_token_id
-            slots = slots_of(tokens_RC, lengths.gpu[slots_R], num_computed_R, mask_id)
+            tokens_RC = self.canvas_NC[slots_R]
+            length_R = requests.block_length.gpu[slots_R]
+            slots = slots_of(tokens_RC, length_R, computed_R, self.mask_id)
         elif self.floating is None:
-            slots = self._blocks_of(slots_R, start_R, num_computed_R)
+            slots = self._blocks_of(slots_R, start_R, computed_R)
         else:
-            slots = self.floating.slots(slots_R, num_computed_R, self.max_model_len)
+            slots = self.floating.slots(slots_R, computed_R, self.max_model_len)
         canvas = self._canvas(slots_R, *slots)
         return canvas, (end_R - start_R).to(torch.int32)
 
@@ -245,30 +242,35 @@ class CanvasStates:
         self, slots_R: Tensor, start_R: Tensor, num_computed_R: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return size and whether it is computed of each block, and the block of each position."""
-        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
-        length_R1 = self.requests.block_length.gpu[slots_R][:, None]
-        limit_R1 = (self.requests.blocks_end.gpu[slots_R] - start_R)[:, None]
+        blocks, requests = self.full_NS.shape[1], self.requests
+        length_R1 = requests.block_length.gpu[slots_R][:, None]
+        limit_R1 = (requests.blocks_end.gpu[slots_R] - start_R)[:, None]
+        most_R1 = requests.max_blocks.gpu[slots_R][:, None]
 
         slot_S = torch.arange(blocks, device=self.device)
         low_RS = slot_S * length_R1
         high_RS = torch.minimum(low_RS + length_R1, limit_R1)
-        exists_RS = (low_RS < high_RS) & (
-            slot_S < self.requests.max_blocks.gpu[slots_R][:, None]
-        )
+        exists_RS = (low_RS < high_RS) & (slot_S < most_R1)
         # A block that the canvas would cut waits until a commit has moved the canvas on.
-        exists_RS &= high_RS <= num_positions
+        exists_RS &= high_RS <= self.num_positions
         size_RS = torch.where(exists_RS, high_RS - low_RS, 0).to(torch.int32)
+        end_RS = low_RS + size_RS
 
-        position_C = torch.arange(num_positions, device=self.device)
+        position_C = torch.arange(self.num_positions, device=self.device)
         block_RC = (position_C // length_R1).clamp_max(blocks - 1)
-        inside_RC = position_C < (low_RS + size_RS).gather(1, block_RC)
+        inside_RC = position_C < end_RS.gather(1, block_RC)
         block_RC = torch.where(inside_RC, block_RC, blocks)
-        return size_RS, low_RS + size_RS <= num_computed_R[:, None], block_RC
+        return size_RS, end_RS <= num_computed_R[:, None], block_RC
 
     def _canvas(
         self, slots_R: Tensor, size_RS: Tensor, computed_RS: Tensor, block_RC: Tensor
     ) -> Canvas:
         """Gather the rest of what a strategy sees."""
+        requests, number = self.requests, self.requests.number
+        policy_R = requests.policy.gpu[slots_R]
+        most_R = number("max_post_steps", slots_R)
+        sub_length_R = number("sub_block_length", slots_R)
+        decoded_R = number("decoded_token_threshold", slots_R)
         return Canvas(
             tokens_RC=self.canvas_NC[slots_R],
             size_RS=size_RS,
@@ -279,54 +281,44 @@ class CanvasStates:
             saw_stop_R=self.saw_stop_N[slots_R],
             ended_R=self.ended_N[slots_R],
             step_R=self.block_step_N[slots_R],
-            block_add_threshold_R=self.requests.number("block_add_threshold", slots_R),
-            decoded_token_threshold_R=self.requests.number(
-                "decoded_token_threshold", slots_R
-            ),
-            max_active_R=self.requests.number("max_active_blocks", slots_R),
-            sub_length_R=self.requests.number("sub_block_length", slots_R).to(
-                torch.int64
-            ),
+            block_add_threshold_R=number("block_add_threshold", slots_R),
+            decoded_token_threshold_R=decoded_R,
+            max_active_R=number("max_active_blocks", slots_R),
+            sub_length_R=sub_length_R.to(torch.int64),
             tail_R=self.tail_N[slots_R],
-            edits_R=self.requests.policy.gpu[slots_R] == POLICY_IDS["joint_threshold"],
-            edits_left_R=self.requests.number("max_post_steps", slots_R)
-            - self.post_step_N[slots_R],
+            edits_R=policy_R == POLICY_IDS["joint_threshold"],
+            edits_left_R=most_R - self.post_step_N[slots_R],
         )
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Return, on the host, the bounds of canvases that start at `start`."""
-        layout = self.requests.layout(slots_np)
-        limits = (self.canvas_NC.shape[1], self.max_model_len)
-        return bounds(layout, start, *limits, self.config.method.exact_end)
+        layout, method = self.requests.layout(slots_np), self.config.method
+        limits = (self.num_positions, self.max_model_len)
+        return bounds(layout, start, *limits, method.exact_end)
 
     def stores_block(self, slots_R: Tensor, computed_R: Tensor) -> Tensor:
         """Return whether the first block of each canvas has no masks, bool ``[R]``.
 
         Of `computed_R` positions, which end a block that is longer.
         """
-        position_C = torch.arange(self.canvas_NC.shape[1], device=self.device)
-        start_R = self.start_N[slots_R]
-        end_R = torch.minimum(
-            self.requests.block_length.gpu[slots_R],
-            self.requests.blocks_end.gpu[slots_R] - start_R,
-        )
+        requests, start_R = self.requests, self.start_N[slots_R]
+        rest_R = requests.blocks_end.gpu[slots_R] - start_R
+        end_R = torch.minimum(requests.block_length.gpu[slots_R], rest_R)
         end_R = torch.minimum(end_R, computed_R)
-        masked_RC = self.canvas_NC[slots_R] == self.config.mask_token_id
-        return ~(masked_RC & (position_C < end_R[:, None])).any(dim=1)
+        masked_RC = self.canvas_NC[slots_R] == self.mask_id
+        return ~(masked_RC & (self.position_C < end_R[:, None])).any(dim=1)
 
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""
         first_R = self.start_N[slots_R] - self.requests.origin.gpu[slots_R]
-        position_C = torch.arange(self.canvas_NC.shape[1], device=self.device)
-        return self.templates.given(slots_R, first_R[:, None] + position_C)
+        return self.templates.given(slots_R, first_R[:, None] + self.position_C)
 
     def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Return, on the host, where the refresh after the block at `start` begins."""
         layout = self.requests.layout(slots_np)
         origin, length = layout.prompt_len, layout.block_length
-        following = self.templates.next_block_np(
-            slots_np, start + length - origin, length
-        )
+        place = start + length - origin
+        following = self.templates.next_block_np(slots_np, place, length)
         return refresh_start(layout, origin + following)
 
     def advance(
@@ -338,31 +330,26 @@ class CanvasStates:
         saw_stop_R: Tensor,
     ) -> None:
         """Write a step's result: shift committed positions and blocks out of the canvas."""
-        num_positions, blocks = self.canvas_NC.shape[1], self.full_NS.shape[1]
+        length, blocks = self.num_positions, self.full_NS.shape[1]
         # What ends a request can be emitted from inside a block; its canvas goes no further.
-        moved_R = torch.where(
-            outcome.ended_R, plan.num_committed_R, outcome.num_committed_R
-        )
-        shift_R1 = moved_R.to(torch.int64)[:, None]
-        source_RC = torch.arange(num_positions, device=self.device) + shift_R1
-        shifted_RC = tokens_RC.gather(1, source_RC.clamp_max(num_positions - 1))
-        mask_id = self.config.mask_token_id
-        self.canvas_NC[slots_R] = shifted_RC.masked_fill(
-            source_RC >= num_positions, mask_id
-        )
+        committed_R, ended_R = outcome.num_committed_R, outcome.ended_R
+        moved_R = torch.where(ended_R, plan.num_committed_R, committed_R)
+        position_C = torch.arange(length, device=self.device)
+        from_RC = position_C + moved_R.to(torch.int64)[:, None]
+        moved_RC = tokens_RC.gather(1, from_RC.clamp_max(length - 1))
+        moved_RC = moved_RC.masked_fill(from_RC >= length, self.mask_id)
+        self.canvas_NC[slots_R] = moved_RC
 
-        stored_R1 = plan.num_stored_R[:, None]
-        source_RS = torch.arange(blocks, device=self.device) + stored_R1
-        full_RS = plan.full_RS.gather(1, source_RS.clamp_max(blocks - 1))
-        self.full_NS[slots_R] = full_RS & (source_RS < blocks)
+        from_RS = torch.arange(blocks, device=self.device) + plan.num_stored_R[:, None]
+        full_RS = plan.full_RS.gather(1, from_RS.clamp_max(blocks - 1))
+        self.full_NS[slots_R] = full_RS & (from_RS < blocks)
         self.open_N[slots_R] = plan.open_R - plan.num_stored_R.to(torch.int32)
         self.saw_stop_N[slots_R] = saw_stop_R
-        self.ended_N[slots_R] = outcome.ended_R
+        self.ended_N[slots_R] = ended_R
         denoised_R = plan.active_RS.any(dim=1)
         # Only steps of the first unfinished block are counted.
         first_R = leading(~plan.active_RS) + 1
         behind_R1 = (first_R * self.requests.block_length.gpu[slots_R])[:, None]
-        position_C = torch.arange(num_positions, device=self.device)
         left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
         unfinished_R = left_RC.any(dim=1)
         block_step_R = self._step(slots_R, plan) + denoised_R.to(torch.int32)

@@ -24,12 +24,11 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     num_reqs, drafts = batch.num_reqs, batch.num_draft_tokens_per_req
     if drafts is None:
         return
-    first_row = batch.query_start_loc_np[:num_reqs].astype(np.int64)
+    bounds = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
     computed = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
-    queries = np.diff(batch.query_start_loc_np[: num_reqs + 1])
     past_prompt = computed >= batch.prefill_len_np[:num_reqs]
-    counts = np.where(past_prompt, queries - drafts[:num_reqs], 0)
-    _write(batch, all_token_ids_NL, counts, first_row, computed)
+    counts = np.where(past_prompt, np.diff(bounds) - drafts[:num_reqs], 0)
+    _write(batch, all_token_ids_NL, counts, bounds[:-1], computed)
 
 
 def _positions_of_rows(batch: "InputBatch", states: CanvasStates) -> Tensor:
@@ -56,11 +55,11 @@ def write_tails(
 ) -> None:
     """Write the tokens of suffixes, from the positions `starts` on, int64 ``[R]``."""
     num_reqs = batch.num_reqs
-    stop_row = batch.query_start_loc_np[1 : num_reqs + 1].astype(np.int64)
+    bounds = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
     computed = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
-    stops = computed + np.diff(batch.query_start_loc_np[: num_reqs + 1])
-    counts = np.clip(stops - starts[:num_reqs], 0, None)
-    _write(batch, all_token_ids_NL, counts, stop_row - counts, starts[:num_reqs])
+    first = starts[:num_reqs]
+    counts = np.clip(computed + np.diff(bounds) - first, 0, None)
+    _write(batch, all_token_ids_NL, counts, bounds[1:] - counts, first)
 
 
 def _write(
@@ -78,15 +77,12 @@ def _write(
     """
     if not counts.any():
         return
+    slots, known_NL, ids = batch.idx_mapping_np, all_token_ids_NL, batch.input_ids
     offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    table = [first_row, first, batch.idx_mapping_np[: batch.num_reqs]]
-    rows, positions, slots = (np.repeat(column, counts) for column in table)
+    rows = np.repeat(first_row, counts) + offset
+    positions = np.repeat(first, counts) + offset
+    packed = np.stack([rows, positions, np.repeat(slots[: batch.num_reqs], counts)])
     # vLLM's warm-up computes positions after the context.
-    exists = positions + offset < all_token_ids_NL.shape[1]
-    packed = np.stack([rows + offset, positions + offset, slots])[:, exists].astype(
-        np.int64
-    )
-    row_T, position_T, slot_T = async_tensor_h2d(packed, device=all_token_ids_NL.device)
-    batch.input_ids[row_T] = all_token_ids_NL[slot_T, position_T].to(
-        batch.input_ids.dtype
-    )
+    packed = packed[:, positions < known_NL.shape[1]].astype(np.int64)
+    row_T, position_T, slot_T = async_tensor_h2d(packed, device=known_NL.device)
+    ids[row_T] = known_NL[slot_T, position_T].to(ids.dtype)

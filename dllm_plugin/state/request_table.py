@@ -3,7 +3,6 @@
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N is the number of slots.
 """
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +47,8 @@ class SlotTable:
             self._is_new = False
 
 
+# Options that filter the rows of greedy requests.
+GREEDY_FILTERS = ("top_p", "top_k", "entropy_temperature")
 POLICY_IDS = {name: i for i, name in enumerate(POLICY_NAMES)}
 
 
@@ -76,28 +77,25 @@ class RequestTable:
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
         empty = (0, 0, config.block_length, 1, NO_LIMIT, NO_LIMIT, NO_TEMPLATE)
         self.layouts_np = np.tile(np.array(empty, dtype=np.int64), (num_slots, 1))
-        self.origin = SlotTable(num_slots, torch.int64, device)
-        self.block_length = SlotTable(num_slots, torch.int64, device)
-        self.max_blocks = SlotTable(num_slots, torch.int64, device)
-        self.end = SlotTable(num_slots, torch.int64, device)
-        self.blocks_end = SlotTable(num_slots, torch.int64, device)
-        self.policy = SlotTable(num_slots, torch.int32, device)
-        self.steps = SlotTable(num_slots, torch.int32, device)
-        self.numbers = SlotTable((num_slots, len(COLUMNS)), torch.float32, device)
+        self._tables: list[SlotTable] = []
+
+        def table(size: Any, dtype: torch.dtype = torch.int64) -> SlotTable:
+            made = SlotTable(size, dtype, device)
+            self._tables.append(made)
+            return made
+
+        self.origin = table(num_slots)
+        self.block_length = table(num_slots)
+        self.max_blocks = table(num_slots)
+        self.end = table(num_slots)
+        self.blocks_end = table(num_slots)
+        self.policy = table(num_slots, torch.int32)
+        self.steps = table(num_slots, torch.int32)
+        self.numbers = table((num_slots, len(COLUMNS)), torch.float32)
         self.block_length.write(..., config.block_length)
         self.steps.write(..., 1)
         self.asked: set[str] = set()
         self.refreshes_vary = False
-        self._tables = (
-            self.origin,
-            self.block_length,
-            self.max_blocks,
-            self.end,
-            self.blocks_end,
-            self.policy,
-            self.steps,
-            self.numbers,
-        )
 
     def fill(
         self,
@@ -110,33 +108,33 @@ class RequestTable:
     ) -> None:
         """Write the row of a request; `copy_to_device` brings it to the device."""
         config, template = self.config, request.template
+        method, length = config.method, request.block_length
         self.prompt_len_np[slot] = prompt_len
         self.refreshes_vary |= request.full_refresh_every != 1
         # Where blocks are counted from: some models were trained on multiples of their length.
-        origin = config.origin(prompt_len, request.block_length)
+        origin = config.origin(prompt_len, length)
         self.origin.write(slot, origin)
         self.layouts_np[slot] = layout_of(request, origin, end, template)
-        blocks = -(-(end - origin) // request.block_length)
+        blocks = -(-(end - origin) // length)
         # Where blocks may start anywhere, a last one may begin just before the end.
-        blocks += config.method.verifies
-        last = min(origin + blocks * request.block_length, context)
-        ends_exactly = template is not None or config.method.exact_end
+        blocks += method.verifies
+        last = min(origin + blocks * length, context)
+        ends_exactly = template is not None or method.exact_end
         self.blocks_end.write(slot, end if ends_exactly else last)
-        self.block_length.write(slot, request.block_length)
-        stores_too = config.method.next_block and not config.dedicated_commit
+        self.block_length.write(slot, length)
+        stores_too = method.next_block and not config.dedicated_commit
         most = config.block_slots if stores_too else request.max_active_blocks
         self.max_blocks.write(slot, most)
         self.end.write(slot, end)
         self.policy.write(slot, POLICY_IDS[request.policy])
         self.steps.write(slot, request.steps)
-        if params.temperature > 0:
-            # Filters of greedy requests; vLLM's own are in force here.
-            request = dataclasses.replace(
-                request, top_p=1.0, top_k=0, entropy_temperature=1.0
-            )
-        numbers = {name: float(getattr(request, name) or 0) for name in COLUMNS}
-        self.numbers.write(slot, list(numbers.values()))
-        self.asked |= {name for name, number in numbers.items() if number != _off(name)}
+        numbers = [float(getattr(request, name) or 0) for name in COLUMNS]
+        for column, name in enumerate(COLUMNS):
+            if params.temperature > 0 and name in GREEDY_FILTERS:
+                numbers[column] = _off(name)  # vLLM's own filters are in force here
+            if numbers[column] != _off(name):
+                self.asked.add(name)
+        self.numbers.write(slot, numbers)
 
     def copy_to_device(self) -> None:
         """Copy what was written since the last call to the device."""
@@ -171,20 +169,20 @@ class RequestTable:
 
     def policy_settings(self, slots_R: Tensor) -> PolicySettings:
         """Return the numbers of the policies for the requests of a step."""
-        entropy_R = penalty_R = None
+        number, entropy_R, penalty_R = self.number, None, None
         if self.config.method.reorders:
-            entropy_R = self.number("entropy_threshold", slots_R)
-            penalty_R = self.number("position_penalty", slots_R)
+            entropy_R = number("entropy_threshold", slots_R)
+            penalty_R = number("position_penalty", slots_R)
         return PolicySettings(
-            threshold_R=self.number("threshold", slots_R),
-            factor_R=self.number("factor", slots_R),
-            eps_R=self.number("eps", slots_R),
+            threshold_R=number("threshold", slots_R),
+            factor_R=number("factor", slots_R),
+            eps_R=number("eps", slots_R),
             steps_R=self.steps.gpu[slots_R],
             block_length_R=self.block_length.gpu[slots_R],
             entropy_threshold_R=entropy_R,
             position_penalty_R=penalty_R,
-            editing_threshold_R=self.number("editing_threshold", slots_R),
-            num_to_transfer_R=self.number("num_to_transfer", slots_R),
+            editing_threshold_R=number("editing_threshold", slots_R),
+            num_to_transfer_R=number("num_to_transfer", slots_R),
         )
 
 

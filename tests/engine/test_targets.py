@@ -127,10 +127,10 @@ def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     feature = runner.model_state.sampler.features[Targets]
-    assert feature.table is None and not feature.in_use
+    assert feature.targets is None and not feature.in_use
     generate(llm, PROMPTS[:1], target_params([5, 6], (0, 1)))
     assert isinstance(
-        runner.model_state.sampler.features[Targets].table.gpu, torch.Tensor
+        runner.model_state.sampler.features[Targets].targets.gpu, torch.Tensor
     )
 
 

@@ -21,9 +21,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import ALIGNED_AT_ONCE
 from dllm_plugin.config.request.checks import MAX_WORDS_TOKENS
-from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
-from dllm_plugin.sampling.features.feature import COPIED, StepFeature
+from dllm_plugin.sampling.features.feature import COPIED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -75,18 +74,17 @@ class WordTable:
         """Copy the words of new requests to the device."""
         if not self._new:
             return
+        most, device = MAX_WORDS_TOKENS, self.device
         if self.tokens_NX is None:
-            shape = (len(self.count_np), MAX_WORDS_TOKENS)
             self.tokens_NX = torch.full(
-                shape, UNUSED, dtype=torch.int32, device=self.device
+                (len(self.count_np), most), UNUSED, dtype=torch.int32, device=device
             )
-        rows_np = np.full((len(self._new), MAX_WORDS_TOKENS), UNUSED, dtype=np.int32)
+        rows_np = np.full((len(self._new), most), UNUSED, dtype=np.int32)
         for i, row_np in enumerate(self._new.values()):
             rows_np[i, : len(row_np)] = row_np
-        slots = async_tensor_h2d(
-            np.array([*self._new], dtype=np.int64), device=self.device
-        )
-        self.tokens_NX[slots] = async_tensor_h2d(rows_np, device=self.device)
+        slots_np = np.array([*self._new], dtype=np.int64)
+        slots = async_tensor_h2d(slots_np, device=device)
+        self.tokens_NX[slots] = async_tensor_h2d(rows_np, device=device)
         self._new.clear()
 
     def words_of(self, slots_R: Tensor, slots_np: np.ndarray) -> Tensor:
@@ -124,10 +122,9 @@ class BadWords(StepFeature):
     reads = COPIED
 
     def __init__(self, states: CanvasStates, req_states: "RequestState") -> None:
-        self.req_states = req_states
-        num_slots, self.num_positions = states.canvas_NC.shape
         super().__init__(states)
-        self.table = WordTable(num_slots, states.device)
+        self.req_states = req_states
+        self.table = WordTable(self.num_slots, self.device)
         self._step: list[StepWords] = []
         # Pairs of a logits row and an id that would complete a sequence there, int32 and int64.
         self._banned: list[tuple[Tensor, Tensor]] = []
@@ -147,59 +144,56 @@ class BadWords(StepFeature):
         """Copy the words of new requests to the device."""
         self.table.apply_staged_writes()
 
-    def start_rows(
-        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
-    ) -> None:
+    def start_rows(self, rows: ReadRows) -> None:
         """Find which ids would complete a sequence in these canvases, and in which rows."""
         self._step, self._banned = [], []
-        chosen_np = np.flatnonzero(self.users_np[slots_np])
-        for group_np in self._groups(chosen_np, slots_np):
-            which_R = async_tensor_h2d(group_np, device=self.states.device)
-            words_RWL = self.table.words_of(slots_R[which_R], slots_np[group_np])
-            before_RL = self._tokens_before(slots_R[which_R], words_RWL.shape[2] - 1)
+        chosen_np = np.flatnonzero(self.users_np[rows.slots_np])
+        for group_np in self._groups(chosen_np, rows.slots_np):
+            which_R = self.upload(group_np)
+            slots_R = rows.slots_R[which_R]
+            words_RWL = self.table.words_of(slots_R, rows.slots_np[group_np])
+            before_RL = self._tokens_before(slots_R, words_RWL.shape[2] - 1)
             words = StepWords(which_R, words_RWL, before_RL)
             self._step.append(words)
-            tokens_RC, sources_RC = canvas.tokens_RC[which_R], source_RC[which_R]
-            self._banned.append(self._completing_ids(words, tokens_RC, sources_RC))
+            tokens_RC = rows.canvas.tokens_RC[which_R]
+            source_RC = rows.source_RC[which_R]
+            self._banned.append(self._completing_ids(words, tokens_RC, source_RC))
 
     def _groups(self, chosen_np: np.ndarray, slots_np: np.ndarray) -> list[np.ndarray]:
         """Split requests with words into groups that are aligned at once."""
         slots_np = slots_np[chosen_np]
-        count = self.table.count_np[slots_np].max()
-        length = self.table.length_np[slots_np].max()
-        one = int(count * length) * (self.num_positions + int(length) - 1)
+        count = int(self.table.count_np[slots_np].max())
+        length = int(self.table.length_np[slots_np].max())
+        one = count * length * (self.num_positions + length - 1)
         at_once = max(1, ALIGNED_AT_ONCE // one)
         return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
 
     def _tokens_before(self, slots_R: Tensor, count: int) -> Tensor:
         """Return the `count` tokens left of each canvas, int64 ``[R, count]``."""
-        index_RL = self.states.start_N[slots_R][:, None] - count
-        index_RL = index_RL + torch.arange(count, device=index_RL.device)
-        tokens = self.req_states.all_token_ids.gpu[
-            slots_R[:, None], index_RL.clamp_min(0)
-        ]
-        return tokens.to(torch.int64).where(index_RL >= 0, OUTSIDE)
+        start_R1 = self.states.start_N[slots_R][:, None]
+        index_RL = start_R1 - count + torch.arange(count, device=self.device)
+        stored = self.req_states.all_token_ids.gpu
+        tokens_RL = stored[slots_R[:, None], index_RL.clamp_min(0)]
+        return tokens_RL.to(torch.int64).where(index_RL >= 0, OUTSIDE)
 
     def _completing_ids(
         self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
-        words_RWL = words.words_RWL
+        words_R1WL = words.words_RWL[:, None]
         window_RA1L, equal, used = _align(words, tokens_RC)
         hole = used & (window_RA1L == self.mask_id)
         if self.method.verifies:
             hole = _last(used)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
-        token_RAW = (
-            words_RWL[:, None].expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
-        )
+        token_RAW = words_R1WL.expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
         # Alignment a, offset k is canvas position a + k - (L - 1).
-        alignment_A1 = torch.arange(hole.shape[1], device=source_RC.device)[:, None]
-        position_RAW = place_RAW + alignment_A1 - (words_RWL.shape[2] - 1)
-        inside_RAW = (position_RAW >= 0) & (position_RAW < source_RC.shape[1])
-        position_RAW = position_RAW.clamp(0, source_RC.shape[1] - 1)
-        row_RX = source_RC.gather(1, position_RAW.flatten(1))
+        alignment_A1 = torch.arange(hole.shape[1], device=self.device)[:, None]
+        position_RAW = place_RAW + alignment_A1 - (hole.shape[3] - 1)
+        last = source_RC.shape[1] - 1
+        inside_RAW = (position_RAW >= 0) & (position_RAW <= last)
+        row_RX = source_RC.gather(1, position_RAW.clamp(0, last).flatten(1))
         # An id that completes nothing is replaced by the mask token, which is banned everywhere.
         token_RAW = token_RAW.where(single_RAW & inside_RAW, self.mask_id)
         return row_RX.flatten().to(torch.int32), token_RAW.flatten()
@@ -223,20 +217,19 @@ class BadWords(StepFeature):
         To take back an edit restores the token that was there, which may complete another
         sequence: then all edits of the request are taken back.
         """
-        unmask_RC = step.unmask_RC
         if self.method.verifies:
             return
         for words in self._step:
             which_R = words.which_R
-            asked_RC, tokens_RC = unmask_RC[which_R], step.canvas.tokens_RC[which_R]
+            asked_RC = step.unmask_RC[which_R]
+            tokens_RC = step.canvas.tokens_RC[which_R]
             token_RC = step.proposal.token_RC[which_R]
             kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
             edits_RC = asked_RC & (tokens_RC != self.mask_id)
             reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
             without_RC = _kept(words, tokens_RC, token_RC, asked_RC & ~edits_RC)
             left_RC = torch.where(reverts_R1, without_RC, kept_RC)
-            unmask_RC = unmask_RC.index_copy(0, which_R, left_RC)
-        step.unmask_RC = unmask_RC
+            step.unmask_RC = step.unmask_RC.index_copy(0, which_R, left_RC)
 
 
 def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,21 +261,16 @@ def _kept(
     tokens_RC = torch.where(unmask_RC, token_RC, tokens_RC)
     _, equal, used = _align(words, tokens_RC)
     complete_RAW = (equal == used).all(-1) & used.any(-1)
-    length = used.shape[3]
+    length, num_positions = used.shape[3], unmask_RC.shape[1]
     pad = length - 1
-    new = torch.nn.functional.pad(unmask_RC, (pad, pad)).unfold(1, length, 1)
-    new_RAWL = new[:, :, None, :] & used & complete_RAW[..., None]
+    padded = torch.nn.functional.pad(unmask_RC, (pad, pad))
+    new = padded.unfold(1, length, 1)[:, :, None, :]
+    new_RAWL = new & used & complete_RAW[..., None]
     offset_L = torch.arange(1, length + 1, device=unmask_RC.device, dtype=torch.int8)
     last_RAW = (new_RAWL * offset_L).amax(dim=-1)
     take_back_RAL = (last_RAW[..., None] == offset_L).any(dim=2)
-    dropped_RC = torch.zeros(
-        len(unmask_RC),
-        unmask_RC.shape[1] + 2 * pad,
-        dtype=torch.bool,
-        device=unmask_RC.device,
-    )
-    for offset in range(length):
-        dropped_RC[:, offset : offset + take_back_RAL.shape[1]] |= take_back_RAL[
-            :, :, offset
-        ]
-    return unmask_RC & ~dropped_RC[:, pad : pad + unmask_RC.shape[1]]
+    dropped_RC = torch.zeros_like(padded)
+    stops = take_back_RAL.shape[1]
+    for offset, take_back_RA in enumerate(take_back_RAL.unbind(2)):
+        dropped_RC[:, offset : offset + stops] |= take_back_RA
+    return unmask_RC & ~dropped_RC[:, pad : pad + num_positions]

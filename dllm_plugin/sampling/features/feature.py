@@ -4,23 +4,35 @@ The verbs are those of the samplers of vLLM; the moments are those of a denoisin
 letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 # How rows of a request are read: once, from float32 copies, or from copies that are scored, too.
 ONCE, COPIED, SCORED = range(3)
+
+
+class ReadRows(NamedTuple):
+    """List the canvases whose rows are read; fields as in :class:`DenoisingStep`."""
+
+    canvas: Canvas
+    slots_R: Tensor
+    slots_np: np.ndarray
+    source_RC: Tensor
 
 
 class StepFeature:
@@ -31,6 +43,8 @@ class StepFeature:
     reads     how the rows of requests with this feature are read
     method    how the model decodes
     mask_id   id of the mask token
+    num_slots  rows of a table by slot
+    num_positions  positions of a canvas; `position_C`: these, int64
     users_np  bool ``[N]``, slots whose request uses the feature
     in_use    whether there is one
     """
@@ -40,9 +54,27 @@ class StepFeature:
     def __init__(self, states: CanvasStates) -> None:
         self.states = states
         self.method = states.config.method
+        self.device = states.device
         self.mask_id = states.config.mask_token_id
-        self.users_np = np.zeros(len(states.open_N), dtype=np.bool_)
+        self.num_slots, self.num_positions = states.canvas_NC.shape
+        self.position_C = states.position_C
+        self.users_np = np.zeros(self.num_slots, dtype=np.bool_)
         self.in_use = False
+        self._staged: list[SlotTable] = []
+
+    def staged_table(
+        self, size: Any, dtype: torch.dtype, fill: Any = None
+    ) -> SlotTable:
+        """Make a table that `apply_staged_writes` copies; `fill` is its neutral value."""
+        table = SlotTable(size, dtype, self.device)
+        if fill is not None:
+            table.write(..., fill)
+        self._staged.append(table)
+        return table
+
+    def upload(self, values: np.ndarray | Tensor) -> Tensor:
+        """Copy values to the device, without waiting for the copy."""
+        return async_tensor_h2d(values, device=self.device)
 
     # Verbs, on the host.
 
@@ -55,6 +87,8 @@ class StepFeature:
 
     def apply_staged_writes(self) -> None:
         """Copy staged requests to the device."""
+        for table in self._staged:
+            table.copy_to_device()
 
     def active(self, slots_np: np.ndarray) -> bool:
         """Return whether a request in these slots uses the feature."""
@@ -76,11 +110,10 @@ class StepFeature:
 
     def start_step(self, step: DenoisingStep) -> None:
         """Prepare a step before its rows are read; may replace canvas, plan and rows."""
-        self.start_rows(step.canvas, step.slots_R, step.slots_np, step.source_RC)
+        rows = step.canvas, step.slots_R, step.slots_np, step.source_RC
+        self.start_rows(ReadRows(*rows))
 
-    def start_rows(
-        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
-    ) -> None:
+    def start_rows(self, rows: ReadRows) -> None:
         """Prepare to read rows: those of a step, or those that predict first tokens of blocks."""
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.feature import StepFeature
+from dllm_plugin.sampling.features.feature import ReadRows, StepFeature
 from dllm_plugin.sampling.features.grammars import StagedChecks
 from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.rows import RowChunk
@@ -49,6 +49,7 @@ class FirstTokenDecoder(StepFeature):
         self.logprobs = logprobs
         self.row_features = (*changes, logprobs)
         self.propose = propose
+        self.row_N = torch.arange(self.num_slots, device=self.device)
         self._proposed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
@@ -63,8 +64,9 @@ class FirstTokenDecoder(StepFeature):
         place_R = plan.num_committed_R.to(torch.int64)
         hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), self.mask_id)
         canvas = step.canvas._replace(tokens_RC=torch.cat([tokens_RC, hole_R1], dim=1))
-        rows = step.chunks[0].logits_XV, step.last_row_R
-        stats = self._propose(*rows, canvas, step.slots_R, step.slots_np, place_R)
+        rows = self._rows(canvas, step.slots_R, step.slots_np, place_R)
+        logits_TV = step.chunks[0].logits_XV
+        stats = self._propose(rows, place_R, logits_TV, step.last_row_R)
         take_R = (plan.num_stored_R > 0) & ~step.outcome.ended_R
         self._proposed = step.slots_R, stats.token_T, take_R
         step.broken_R = step.broken_R + stats.broken_T * take_R
@@ -78,68 +80,73 @@ class FirstTokenDecoder(StepFeature):
             self._proposed = None
         first, last = count_canvases(batch), batch.num_reqs
         num_rows = logits_TV.shape[0] - batch.num_draft_tokens
-        if num_rows == last - first and first < last:
-            self._decide_after_prefill(logits_TV, batch, emitted.broken_R[first:last])
-            method = self.method
-            if method.accept is not None and self.checks.payload is not None:
-                # The scheduler reads the canvases that its next checks are for.
-                prefilled_R = batch.idx_mapping[first:last]
-                emitted.tokens_RC[first:last] = self.states.canvas_NC[prefilled_R]
-        # Otherwise nothing was prefilled, or these are rows of a warm-up.
+        if num_rows != last - first or first == last:
+            return emitted  # nothing was prefilled, or these are rows of a warm-up
+        logits_RV = logits_TV[batch.num_draft_tokens :]
+        self._decide_after_prefill(logits_RV, batch, emitted.broken_R[first:last])
+        if self.method.accept is not None and self.checks.payload is not None:
+            # The scheduler reads the canvases that its next checks are for.
+            prefilled_R = batch.idx_mapping[first:last]
+            emitted.tokens_RC[first:last] = self.states.canvas_NC[prefilled_R]
         return emitted
 
     def _decide_after_prefill(
-        self, logits_TV: Tensor, batch: "InputBatch", broken_R: Tensor
+        self, logits_RV: Tensor, batch: "InputBatch", broken_R: Tensor
     ) -> None:
         """Decide the first position of requests whose prefill ends at a block's border.
 
         Adds 1 to `broken_R` of a prefill whose logits are NaN or infinite.
         """
-        first, last = count_canvases(batch), batch.num_reqs
-        slots_R = batch.idx_mapping[first:last]
-        slots_np = batch.idx_mapping_np[first:last]
-        states = self.states
-        canvas, _ = states.view(slots_R, torch.zeros_like(states.start_N[slots_R]))
-        nowhere_R = torch.zeros_like(slots_R, dtype=torch.int64)
-        logits_RV = logits_TV[batch.num_draft_tokens :]
-        stats = self._propose(logits_RV, None, canvas, slots_R, slots_np, nowhere_R)
+        prefills = slice(count_canvases(batch), batch.num_reqs)
+        slots_R, states = batch.idx_mapping[prefills], self.states
+        start_R = states.start_N[slots_R]
+        nowhere_R = torch.zeros_like(start_R)
+        canvas, _ = states.view(slots_R, nowhere_R)
+        slots_np = batch.idx_mapping_np[prefills]
+        rows = self._rows(canvas, slots_R, slots_np, nowhere_R)
+        stats = self._propose(rows, nowhere_R, logits_RV, None)
         is_open_R = canvas.tokens_RC[:, 0] == self.mask_id
-        ends_R = batch.seq_lens[first:last] == states.start_N[slots_R]
+        ends_R = batch.seq_lens[prefills] == start_R
         take_R = is_open_R & ends_R & (states.tail_N[slots_R] == 0)
         self._write(slots_R, stats.token_T, take_R)
         broken_R += stats.broken_T * take_R
 
+    def _rows(
+        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, place_R: Tensor
+    ) -> ReadRows:
+        """Return canvases of which a row predicts one place each."""
+        row_R1 = self.row_N[: len(place_R), None]
+        source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
+        source_RC.scatter_(1, place_R[:, None], row_R1)
+        return ReadRows(canvas, slots_R, slots_np, source_RC)
+
     def _propose(
         self,
+        rows: ReadRows,
+        place_R: Tensor,
         logits_XV: Tensor,
         source_R: Tensor | None,
-        canvas: Canvas,
-        slots_R: Tensor,
-        slots_np: np.ndarray,
-        place_R: Tensor,
     ) -> RowStats:
         """Propose a token for a place of each canvas, under the rules of its request.
 
         Args:
             source_R: rows of `logits_XV`; None if they are the rows in order.
         """
-        rows_R = torch.arange(len(place_R), device=place_R.device)
-        source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
-        source_RC.scatter_(1, place_R[:, None], rows_R[:, None])
+        slots_np, count = rows.slots_np, len(place_R)
         chunk = RowChunk(
-            rows_R,
+            self.row_N[:count],
             logits_XV,
             source_R,
-            slots_R,
+            rows.slots_R,
             place_R.to(torch.int32),
             0,
             self.checks.allowed_first(slots_np, place_R),
-            np.arange(len(slots_np)),
+            np.arange(count),
         )
         active = [f for f in self.row_features if f.active(slots_np)]
         for feature in active:
-            feature.start_rows(canvas, slots_R, slots_np, source_RC)
-        return self.propose([chunk], slots_np, len(rows_R), active)
+            feature.start_rows(rows)
+        return self.propose([chunk], slots_np, count, active)
 
     def _write(self, slots_R: Tensor, token_R: Tensor, take_R: Tensor) -> None:
         """Write tokens to the first position of the canvases of `take_R`."""

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.feature import SCORED, StepFeature
+from dllm_plugin.sampling.features.feature import SCORED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows
 from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -33,7 +31,7 @@ class LogprobStash(StepFeature):
         super().__init__(states)
         most, vocab_size = model_config.max_logprobs, model_config.get_vocab_size()
         self.max_logprobs = min(most, vocab_size)
-        self.num_logprobs_np = np.full(len(states.open_N), -1, dtype=np.int64)
+        self.num_logprobs_np = np.full(self.num_slots, -1, dtype=np.int64)
         self.tables: tuple[Tensor, Tensor, Tensor] | None = None
         self._columns = 0
         self._scored: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -41,14 +39,13 @@ class LogprobStash(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage how many log-probabilities a request wants; -1 in `params` means all."""
-        if params.logprobs is None:
+        wanted, most = params.logprobs, self.max_logprobs
+        if wanted is None:
             self.num_logprobs_np[slot] = -1
             return False
-        wants_all = params.logprobs < 0
-        self.num_logprobs_np[slot] = self.max_logprobs if wants_all else params.logprobs
+        self.num_logprobs_np[slot] = most if wanted < 0 else wanted
         if self.tables is None:
-            shape = (*self.states.canvas_NC.shape, self.max_logprobs + 1)
-            device = self.states.device
+            shape, device = (self.num_slots, self.num_positions, most + 1), self.device
             self.tables = (
                 torch.zeros(shape, dtype=torch.int32, device=device),
                 torch.zeros(shape, dtype=torch.float32, device=device),
@@ -57,11 +54,9 @@ class LogprobStash(StepFeature):
             self.states.companions.extend(self.tables)
         return True
 
-    def start_rows(
-        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
-    ) -> None:
+    def start_rows(self, rows: ReadRows) -> None:
         """Free the rows of the last step, and count the columns of this one."""
-        self._columns = int(self.num_logprobs_np[slots_np].max()) + 1
+        self._columns = int(self.num_logprobs_np[rows.slots_np].max()) + 1
         self._scored, self._rows = [], []
 
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
@@ -83,21 +78,19 @@ class LogprobStash(StepFeature):
         start at a fixed offset, so that nothing has to be counted on the host. Tokens that a
         template gives are certain.
         """
+        length = self.num_positions
         asks_np = np.flatnonzero(self.num_logprobs_np[step.slots_np] >= 0)
-        asks_R = async_tensor_h2d(asks_np, device=self.states.device)
+        asks_R = self.upload(asks_np)
         source_RC, slots_R = step.source_RC[asks_R], step.slots_R[asks_R]
         unmask_RC = step.outcome.unmask_RC[asks_R]
         emit_RC = step.emit_RC[asks_R]
-        num_positions = source_RC.shape[1]
         moved_R1 = step.outcome.num_committed_R[asks_R].to(torch.int64)[:, None]
-        next_RC = torch.arange(num_positions, device=source_RC.device) + moved_R1
-        next_RC = next_RC.clamp_max(num_positions - 1)
+        next_RC = (self.position_C + moved_R1).clamp_max(length - 1)
         scored = zip(*self._scored, strict=True)
         emitted = []
         for place, table in enumerate(self._used_tables()):
-            pieces = next(scored)
-            new = scatter_rows(pieces, self._rows, step.num_rows)[source_RC]
-            now = torch.where(_like(unmask_RC, new), new, table[slots_R])
+            new = scatter_rows(next(scored), self._rows, step.num_rows)[source_RC]
+            now = new.where(_like(unmask_RC, new), table[slots_R])
             if step.given_RC is not None:
                 token_RC1 = step.tokens_RC[asks_R, :, None].to(torch.int32)
                 certain = (token_RC1, 0.0, 1)[place]
@@ -106,9 +99,8 @@ class LogprobStash(StepFeature):
             emitted.append(now.gather(1, _like(emit_RC, now)).flatten(0, 1))
         # vLLM looks up the rows of a request by its place in the batch: no other rows are read.
         offsets_np = np.zeros(step.num_reqs + 1, dtype=np.int64)
-        offsets_np[step.index_np[asks_np]] = np.arange(len(asks_np)) * num_positions
-        ids, values, ranks = emitted
-        step.logprobs = EmittedLogprobs(ids, values, ranks, offsets_np.tolist())
+        offsets_np[step.index_np[asks_np]] = np.arange(len(asks_np)) * length
+        step.logprobs = EmittedLogprobs(*emitted, offsets_np.tolist())
         self._scored, self._rows = [], []
 
     def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:

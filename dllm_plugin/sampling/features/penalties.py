@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 from vllm._custom_ops import apply_repetition_penalties
 from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import COUNTED_AT_ONCE
-from dllm_plugin.decoding.plan import Canvas
-from dllm_plugin.sampling.features.feature import COPIED, StepFeature
+from dllm_plugin.sampling.features.feature import COPIED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.request_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
@@ -52,13 +49,12 @@ class Penalties(StepFeature):
     def __init__(
         self, states: CanvasStates, req_states: "RequestState", vocab_size: int
     ) -> None:
-        num_slots = len(states.open_N)
         super().__init__(states)
         self.req_states = req_states
-        self.shape = (num_slots, vocab_size)
-        self.numbers = SlotTable((3, num_slots), torch.float32, states.device)
+        self.shape = (self.num_slots, vocab_size)
+        self.numbers = self.staged_table((3, self.num_slots), torch.float32)
         self.numbers.write(REPETITION, NEUTRAL[REPETITION])
-        self.by_row = states.config.method.verifies
+        self.by_row = self.method.verifies
         self.prompt_NV: Tensor | None = None
         self.count_NV: Tensor | None = None
         self._longest = 0
@@ -71,56 +67,51 @@ class Penalties(StepFeature):
             return False
         self.numbers.write((..., slot), asked)
         if self.count_NV is None:
-            device = self.states.device
-            self.prompt_NV = torch.zeros(self.shape, dtype=torch.bool, device=device)
-            self.count_NV = torch.zeros(self.shape, dtype=torch.int32, device=device)
+            shape, device = self.shape, self.device
+            self.prompt_NV = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.count_NV = torch.zeros(shape, dtype=torch.int32, device=device)
         return True
 
     def remove_request(self, slot: int) -> None:
         """Free the slot's penalties."""
         self.numbers.write((..., slot), NEUTRAL)
 
-    def apply_staged_writes(self) -> None:
-        """Copy staged penalties to the device."""
-        self.numbers.copy_to_device()
-
     def start_step(self, step: DenoisingStep) -> None:
         """Count the texts as they are before the step."""
         self._longest = int(step.before_np.max())
         super().start_step(step)
 
-    def start_rows(
-        self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, source_RC: Tensor
-    ) -> None:
+    def start_rows(self, rows: ReadRows) -> None:
         """Count the tokens before these canvases, and those that are decided on them."""
         assert self.prompt_NV is not None and self.count_NV is not None
-        states, places_np = self.states, np.flatnonzero(self.users_np[slots_np])
-        users_np = slots_np[places_np]
-        prompt_len_np = states.requests.prompt_len_np[users_np]
-        staged = np.stack([places_np, prompt_len_np])
-        places_U, prompt_len_U = async_tensor_h2d(staged, device=states.device)
-        slots_U = slots_R[places_U]
+        states, req_states = self.states, self.req_states
+        places_np = np.flatnonzero(self.users_np[rows.slots_np])
+        users_np = rows.slots_np[places_np]
+        staged = np.stack([places_np, states.requests.prompt_len_np[users_np]])
+        places_U, prompt_len_U = self.upload(staged)
+        slots_U = rows.slots_R[places_U]
         self.prompt_NV.index_fill_(0, slots_U, False)
         self.count_NV.index_fill_(0, slots_U, 0)
         first_U1 = -prompt_len_U[:, None]
         start_U1 = states.start_N[slots_U][:, None]
         has_given = bool(states.templates.has_np[users_np].any())
         # A resumed request is prefilled with what it had decided.
-        prefill_len = int(self.req_states.prefill_len.np[users_np].max())
-        stored = self.req_states.all_token_ids.gpu
+        prefill_len = int(req_states.prefill_len.np[users_np].max())
+        stored = req_states.all_token_ids.gpu
         # vLLM's warm-up states canvases beyond the context.
         longest = min(max(self._longest, prefill_len), stored.shape[1])
         at_once = max(1, COUNTED_AT_ONCE // len(users_np))
         for low in range(0, longest, at_once):
             high = min(low + at_once, longest)
-            position_X = torch.arange(low, high, device=states.device)
+            position_X = torch.arange(low, high, device=self.device)
             tokens_UX = stored[slots_U[:, None], position_X].to(torch.int64)
             tokens_UX = tokens_UX.where(position_X < start_U1, self.mask_id)
             self._count(slots_U, tokens_UX, first_U1 + position_X, has_given)
         if self.by_row:
             return
-        tokens_UC = canvas.tokens_RC[places_U]
-        place_C = torch.arange(tokens_UC.shape[1], device=states.device)
+        tokens_UC = rows.canvas.tokens_RC[places_U]
+        # First tokens of blocks are proposed from canvases with one more position.
+        place_C = torch.arange(tokens_UC.shape[1], device=self.device)
         place_UC = first_U1 + start_U1 + place_C
         self._count(slots_U, tokens_UC, place_UC, has_given)
 
@@ -172,8 +163,8 @@ class Penalties(StepFeature):
         count_TV = self.count_NV[slot_T]
         if before_T is not None:
             tokens_TC = self.states.canvas_NC[slot_T]
-            place_C = torch.arange(tokens_TC.shape[1], device=tokens_TC.device)
-            counts_TC = (place_C < before_T[:, None]) & (tokens_TC != self.mask_id)
+            counts_TC = tokens_TC != self.mask_id
+            counts_TC &= self.position_C < before_T[:, None]
             count_TV.scatter_add_(1, tokens_TC, counts_TC.to(count_TV.dtype))
         has_TV = count_TV > 0
         if (asked[REPETITION] != NEUTRAL[REPETITION]).any():

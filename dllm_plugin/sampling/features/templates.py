@@ -17,7 +17,6 @@ from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import DenoisingStep
-from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import SlotTable
 
 NO_TARGET = -1
@@ -33,9 +32,8 @@ class TemplateSteps(StepFeature):
     def start_step(self, step: DenoisingStep) -> None:
         """Find given positions, and subtract them from the blocks that policies see."""
         step.given_RC = self.states.given(step.slots_R)
-        step.plan, step.policy_canvas = without_given(
-            step.plan, step.canvas, step.given_RC
-        )
+        counted = without_given(step.plan, step.canvas, step.given_RC)
+        step.plan, step.policy_canvas = counted
 
     def commit(self, step: DenoisingStep) -> None:
         """Commit blocks that are given as a whole."""
@@ -47,49 +45,41 @@ class TemplateSteps(StepFeature):
 class Targets(StepFeature):
     """Unmask the tokens that a request names, and no others.
 
-    table  int64 ``[N, C]``, NO_TARGET at positions without one; made for the first request
+    targets  int64 ``[N, C]``, NO_TARGET at positions without one; made for the first request
     """
 
-    def __init__(self, states: CanvasStates) -> None:
-        super().__init__(states)
-        self.table: SlotTable | None = None
+    targets: SlotTable | None = None
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the targets of a request."""
         asked = arguments_of(self.states.config, params)
         if asked.targets is None or asked.template is None:
             return False
-        if self.table is None:
-            canvas_NC = self.states.canvas_NC
-            self.table = SlotTable(canvas_NC.shape, torch.int64, canvas_NC.device)
-            self.table.write(..., NO_TARGET)
+        if self.targets is None:
+            shape = self.states.canvas_NC.shape
+            self.targets = self.staged_table(shape, torch.int64, NO_TARGET)
         places = np.flatnonzero(np.array(asked.template.token_ids) == FILL)
-        self.table.write((slot, places), asked.targets)
+        self.targets.write((slot, places), asked.targets)
         return True
 
     def remove_request(self, slot: int) -> None:
         """Free the slot's targets."""
-        assert self.table is not None
-        self.table.write(slot, NO_TARGET)
-
-    def apply_staged_writes(self) -> None:
-        """Copy staged targets to the device."""
-        if self.table is not None:
-            self.table.copy_to_device()
+        assert self.targets is not None
+        self.targets.write(slot, NO_TARGET)
 
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
         """Replace proposals by the targets, which are then scored.
 
         The one forward of such a request has its whole template on the canvas.
         """
-        assert self.table is not None
-        target_T = self.table.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
+        assert self.targets is not None
+        target_T = self.targets.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
         has_T = target_T != NO_TARGET
         stats.token_T.copy_(target_T.where(has_T, stats.token_T))
         stats.confidence_T.masked_fill_(has_T, 1.0)
 
     def restrict(self, step: DenoisingStep) -> None:
         """Unmask every position with a target."""
-        assert self.table is not None
-        has_RC = self.table.gpu[step.slots_R] != NO_TARGET
+        assert self.targets is not None
+        has_RC = self.targets.gpu[step.slots_R] != NO_TARGET
         step.unmask_RC = step.unmask_RC | (step.plan.candidates_RC & has_RC)

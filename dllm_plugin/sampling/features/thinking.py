@@ -13,7 +13,6 @@ from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.request_table import SlotTable
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -30,40 +29,32 @@ class ThinkingBudget(StepFeature):
     """
 
     def __init__(self, states: CanvasStates) -> None:
-        num_slots = len(states.open_N)
         super().__init__(states)
-        self.token = SlotTable(num_slots, torch.int64, states.device)
-        self.budget = SlotTable(num_slots, torch.int64, states.device)
-        self.ended_N = torch.zeros(num_slots, dtype=torch.bool, device=states.device)
+        self.token = self.staged_table(self.num_slots, torch.int64)
+        self.budget = self.staged_table(self.num_slots, torch.int64)
+        self.ended_N = torch.zeros(self.num_slots, dtype=torch.bool, device=self.device)
         states.companions.append(self.ended_N)
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the budget of a request."""
-        asked = request_arguments(
-            self.states.config, params.extra_args, params.max_tokens
-        )
+        config = self.states.config
+        asked = request_arguments(config, params.extra_args, params.max_tokens)
         budget, token = asked.max_thinking_tokens, asked.end_think_token_id
         uses = budget is not None and token is not None
         self.token.write(slot, token if uses else NO_TOKEN)
         self.budget.write(slot, budget or 0)
         return uses
 
-    def apply_staged_writes(self) -> None:
-        """Copy staged budgets to the device."""
-        self.token.copy_to_device()
-        self.budget.copy_to_device()
-
     def accept(self, step: DenoisingStep) -> None:
         """Replace the first token of the next block if the budget is spent there."""
         slots_R, kept_R = step.slots_R, step.plan.num_committed_R.to(torch.int64)
         token_R1 = self.token.gpu[slots_R][:, None]
-        position_C = torch.arange(step.unmask_RC.shape[1], device=slots_R.device)
         is_end_RC = step.canvas.tokens_RC == token_R1
-        is_end_RC &= position_C < kept_R[:, None]
+        is_end_RC &= self.position_C < kept_R[:, None]
         self.ended_N[slots_R] |= is_end_RC.any(dim=1)
         place_R = self._place(slots_R, self.states.start_N[slots_R] + kept_R)
         spent_R = (place_R == 0) & (step.plan.num_stored_R > 0)
-        first_RC = (position_C == kept_R[:, None]) & spent_R[:, None]
+        first_RC = (self.position_C == kept_R[:, None]) & spent_R[:, None]
         token_RC = torch.where(first_RC, token_R1, step.proposal.token_RC)
         step.proposal = step.proposal._replace(token_RC=token_RC)
 
@@ -72,17 +63,15 @@ class ThinkingBudget(StepFeature):
     ) -> EmittedTokens:
         """Write the token into the blocks in which budgets are spent."""
         slots_R = batch.idx_mapping[: batch.num_reqs]
-        canvas_NC, length = self.states.canvas_NC, self.states.requests.block_length
-        place_R = self._place(slots_R, self.states.start_N[slots_R])
-        most_R = length.gpu[slots_R]
+        states = self.states
+        place_R = self._place(slots_R, states.start_N[slots_R])
+        most_R = states.requests.block_length.gpu[slots_R]
         if self.method.verifies:
             most_R = torch.ones_like(most_R)  # a draft is not written beforehand
         writes_R = place_R < most_R
-        place_R = place_R.clamp_max(canvas_NC.shape[1] - 1)
-        before_R = canvas_NC[slots_R, place_R]
-        canvas_NC[slots_R, place_R] = torch.where(
-            writes_R, self.token.gpu[slots_R], before_R
-        )
+        where = slots_R, place_R.clamp_max(self.num_positions - 1)
+        before_R, token_R = states.canvas_NC[where], self.token.gpu[slots_R]
+        states.canvas_NC[where] = token_R.where(writes_R, before_R)
         return emitted
 
     def _place(self, slots_R: Tensor, start_R: Tensor) -> Tensor:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
 from dllm_plugin.sampling.features.bad_words import UNUSED
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.request_table import SlotTable
 
 # What admission lets pass, EOS and the family's end-of-turn tokens.
 MAX_STOPS = 136
@@ -41,13 +39,12 @@ class TokenRules(StepFeature):
     def __init__(self, states: CanvasStates, vocab_size: int) -> None:
         super().__init__(states)
         self.vocab_size = vocab_size
-        self.num_slots = len(states.open_N)
-        self.stop = SlotTable((self.num_slots, MAX_STOPS), torch.int64, states.device)
-        self.stop.write(..., UNUSED)
+        shape = (self.num_slots, MAX_STOPS)
+        self.stop = self.staged_table(shape, torch.int64, UNUSED)
         self.stop.copy_to_device()
-        self.min_end = SlotTable(self.num_slots, torch.int64, states.device)
+        self.min_end = self.staged_table(self.num_slots, torch.int64)
+        self.bias_row = self.staged_table(self.num_slots, torch.int64)
         self.min_tokens_np = np.zeros(self.num_slots, dtype=np.int64)
-        self.bias_row = SlotTable(self.num_slots, torch.int64, states.device)
         self.bias_MV: Tensor | None = None
         self._new_biases: list[tuple[int, Tensor]] = []
 
@@ -92,27 +89,24 @@ class TokenRules(StepFeature):
             bias_V[list(params.allowed_token_ids)] = 0.0
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
-            bias_V[ids] += torch.tensor(
-                list(params.logit_bias.values()), dtype=torch.float32
-            )
+            added = list(params.logit_bias.values())
+            bias_V[ids] += torch.tensor(added, dtype=torch.float32)
         bias_V[banned] = NEGATIVE_INFINITY
         return bias_V
 
     def apply_staged_writes(self) -> None:
         """Copy the rules of new requests to the device."""
-        for table in (self.stop, self.min_end, self.bias_row):
-            table.copy_to_device()
-        if self._new_biases:
-            device = self.states.device
-            if self.bias_MV is None:
-                self.bias_MV = torch.zeros(
-                    self.num_slots + 1, self.vocab_size, device=device
-                )
-            rows, biases = zip(*self._new_biases, strict=True)
-            index = async_tensor_h2d(np.array(rows, dtype=np.int64), device=device)
-            # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
-            self.bias_MV[index] = async_tensor_h2d(torch.stack(biases), device=device)
-            self._new_biases.clear()
+        super().apply_staged_writes()
+        if not self._new_biases:
+            return
+        if self.bias_MV is None:
+            shape = (self.num_slots + 1, self.vocab_size)
+            self.bias_MV = torch.zeros(shape, device=self.device)
+        rows, biases = zip(*self._new_biases, strict=True)
+        index = self.upload(np.array(rows, dtype=np.int64))
+        # Rows of a whole vocabulary: without pinned memory their copy waits for the stream.
+        self.bias_MV[index] = self.upload(torch.stack(biases))
+        self._new_biases.clear()
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Ban and bias ids in float32 copies; the mask token is never a prediction."""
@@ -177,10 +171,8 @@ class EosBans:
 
     def users(self, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the slots have set one of the options, bool."""
-        requests = self.states.requests
-        return requests.users(NO_PROPOSAL, slots_np) | requests.users(
-            NO_CONFIDENCE, slots_np
-        )
+        users = self.states.requests.users
+        return users(NO_PROPOSAL, slots_np) | users(NO_CONFIDENCE, slots_np)
 
     def ban_proposals(
         self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray

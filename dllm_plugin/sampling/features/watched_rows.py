@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.carriers import NO_TOKEN
 from dllm_plugin.config.request.parsing import arguments_of
@@ -40,38 +39,36 @@ class WatchedRows(StepFeature):
         if not arguments_of(self.states.config, params).is_watched:
             return False
         if self.confidence_NC is None:
-            shape, device = self.states.canvas_NC.shape, self.states.device
-            self.confidence_NC = torch.zeros(shape, dtype=torch.float32, device=device)
+            shape = self.states.canvas_NC.shape
+            self.confidence_NC = torch.zeros(shape, device=self.device)
             self.states.companions.append(self.confidence_NC)
         return True
 
     def commit(self, step: DenoisingStep) -> None:
         """Store the step's confidences, list what is decided, and move on with the canvas."""
         assert self.confidence_NC is not None
-        slots_R, outcome = step.slots_R, step.outcome
+        length, outcome = self.num_positions, step.outcome
         places_np = np.flatnonzero(self.users_np[step.slots_np])
-        places_W = async_tensor_h2d(places_np, device=slots_R.device)
-        slots_W, mask_id = slots_R[places_W], self.mask_id
+        places_W = self.upload(places_np)
+        slots_W = step.slots_R[places_W]
         taken_WC = outcome.unmask_RC[places_W]
         sure_WC = step.proposal.confidence_RC[places_W]
         now_WC = sure_WC.where(taken_WC, self.confidence_NC[slots_W])
-        num_positions = now_WC.shape[1]
-        position_C = torch.arange(num_positions, device=slots_R.device)
         moved_W1 = outcome.num_committed_R[places_W].to(torch.int64)[:, None]
-        source_WC = position_C + moved_W1
-        shifted_WC = now_WC.gather(1, source_WC.clamp_max(num_positions - 1))
-        self.confidence_NC[slots_W] = shifted_WC.masked_fill(
-            source_WC >= num_positions, 0.0
-        )
+        from_WC = self.position_C + moved_W1
+        moved_WC = now_WC.gather(1, from_WC.clamp_max(length - 1))
+        self.confidence_NC[slots_W] = moved_WC.masked_fill(from_WC >= length, 0.0)
         # In the order in which they are emitted: after the part that belongs to the prompt.
-        from_WC = step.emit_RC[places_W]
-        ids_WC = step.tokens_RC[places_W].gather(1, from_WC)
+        emit_WC = step.emit_RC[places_W]
+        ids_WC = step.tokens_RC[places_W].gather(1, emit_WC)
         tail_W1 = step.canvas.tail_R[places_W][:, None]
-        is_no_token_WC = (position_C + tail_W1 >= num_positions) | (ids_WC == mask_id)
-        ids_WC = ids_WC.masked_fill(is_no_token_WC, NO_TOKEN)
-        taken_WC = taken_WC.gather(1, from_WC)
-        index_W = step.index_R[places_W]
-        self._rows = (ids_WC, now_WC.gather(1, from_WC), taken_WC, index_W)
+        no_token_WC = (self.position_C + tail_W1 >= length) | (ids_WC == self.mask_id)
+        self._rows = (
+            ids_WC.masked_fill(no_token_WC, NO_TOKEN),
+            now_WC.gather(1, emit_WC),
+            taken_WC.gather(1, emit_WC),
+            step.index_R[places_W],
+        )
 
     def finish_batch(
         self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
@@ -80,10 +77,9 @@ class WatchedRows(StepFeature):
         if self._rows is None:
             return emitted
         rows, self._rows = self._rows, None
-        before = emitted.logprobs
-        columns = None if before is None else before[:3]
+        before, columns = emitted.logprobs, None
         offsets = [0] * (batch.num_reqs + 1)
         if before is not None:
-            offsets = before.cu_num_generated_tokens
+            columns, offsets = before[:3], before.cu_num_generated_tokens
         logprobs = EmittedLogprobs(*pack_canvas_rows(columns, *rows), offsets)
         return emitted._replace(logprobs=logprobs)
