@@ -72,16 +72,16 @@ class DiffusionSampler:
         dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
-        rows = MaskedRows if self.method.logits == "masked" else CanvasRows
-        self.rows: MaskedRows | CanvasRows = rows(
+        masked = self.method.logits == "masked"
+        self.rows: MaskedRows | CanvasRows
+        self.rows = (MaskedRows if masked else CanvasRows)(
             states, dtype, width, self.method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
         filters = Filters(states, self.sampling_states, apply_top_k_top_p)
         self.proposer = Proposer(states, filters, rules, model_config, shard)
-        self.features = StepFeatures(
-            states, sampler, model_config, self.rows, self.proposer
-        )
+        parts = self.rows, self.proposer
+        self.features = StepFeatures(states, sampler, model_config, *parts)
         ranking = Ranking(states, self.sampling_states)
         self.decider = Decider(states, ranking, rules, steps_in_flight > 0)
         self._dirty = True  # whether `sampling_states` has something for the device
@@ -123,19 +123,19 @@ class DiffusionSampler:
         token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
         nevertheless, since a position costs next to nothing at small batches, but not stored.
         """
-        canvases = count_canvases(batch)
+        canvases, states = count_canvases(batch), self.states
         slots_np = batch.idx_mapping_np[:canvases]
         # Requests of other strategies cannot set the option.
-        if not self.states.requests.uses("use_block_cache", slots_np):
+        if not states.requests.uses("use_block_cache", slots_np):
             return
         slots_R = batch.idx_mapping[:canvases]
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
-        canvas, _ = self.states.view(slots_R, stops.diff())
-        keep_RC = sub_block_to_store(
-            canvas, self.rows.plan(canvas, self.states.config.mask_token_id)
-        )
-        asks_R1 = (self.states.requests.number("use_block_cache", slots_R) > 0)[:, None]
-        drop_RC = asks_R1 & self.states.cached_N[slots_R][:, None] & ~keep_RC
+        canvas, _ = states.view(slots_R, stops.diff())
+        plan = self.rows.plan(canvas, states.mask_id)
+        keep_RC = sub_block_to_store(canvas, plan)
+        asks_R = states.requests.number("use_block_cache", slots_R) > 0
+        drops_R = asks_R & states.cached_N[slots_R]
+        drop_RC = drops_R[:, None] & ~keep_RC
         row_T = torch.arange(batch.num_tokens, device=stops.device)
         request_T = torch.searchsorted(stops, row_T, right=True) - 1
         inside_T = request_T < canvases
@@ -183,30 +183,30 @@ class DiffusionSampler:
         decided: EmittedTokens | None,
     ) -> EmittedTokens:
         """Move results to the places of their requests in the batch; others emit nothing."""
-        num_reqs, device = batch.num_reqs, self.states.device
-        sampled = torch.zeros(
-            num_reqs, self.num_positions, dtype=torch.int64, device=device
-        )
-        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        num_rejected = torch.zeros(num_reqs, dtype=torch.int32, device=device)
-        broken = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        count, states = batch.num_reqs, self.states
+
+        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
+            return torch.zeros(count, *width, dtype=dtype, device=states.device)
+
+        sampled = zeros(torch.int64, self.num_positions)
+        num_sampled, num_rejected = zeros(torch.int32), zeros(torch.int32)
+        results = (sampled, num_sampled, num_rejected, zeros(torch.int32))
         if self.method.full_attention:
             # A forward without a canvas stored nothing that a later one could use.
-            num_rejected.copy_(batch.query_start_loc[: num_reqs + 1].diff())
-        elif self.states.config.family.absolute_grid:
+            num_rejected.copy_(batch.query_start_loc[: count + 1].diff())
+        elif states.config.family.absolute_grid:
             # The prompt's partial block is computed again with its rest: canvases begin there.
-            slots_R = batch.idx_mapping[:num_reqs]
-            tail_R = self.states.tail_N[slots_R]
-            ends_R = batch.seq_lens[:num_reqs] == self.states.start_N[slots_R] + tail_R
+            slots_R = batch.idx_mapping[:count]
+            tail_R = states.tail_N[slots_R]
+            ends_R = batch.seq_lens[:count] == states.start_N[slots_R] + tail_R
             num_rejected.copy_(tail_R * ends_R)
-        results, logprobs = (sampled, num_sampled, num_rejected, broken), None
-        if step is not None and decided is not None:
-            for result, value in zip(results, decided[:4], strict=True):
-                result[step.index_R] = value
-            logprobs = decided.logprobs
-            if self.method.full_attention:
-                self._mirror(batch, results)
-        return EmittedTokens(*results, logprobs)
+        if step is None or decided is None:
+            return EmittedTokens(*results, None)
+        for result, value in zip(results, decided[:4], strict=True):
+            result[step.index_R] = value
+        if self.method.full_attention:
+            self._mirror(batch, results)
+        return EmittedTokens(*results, decided.logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
         """Copy the results of conditional requests to their unconditional ones."""

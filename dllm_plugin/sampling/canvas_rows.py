@@ -130,9 +130,8 @@ class CanvasRows(LogitsRows):
             return
         # vLLM's warm-up hands a grammar to its prefills and expects them to have no rows.
         # Ids of clients end in what vLLM appends to them, never in "_".
-        if batch.req_ids[0].startswith(WARMUP_PREFIX) and batch.req_ids[0].endswith(
-            "_"
-        ):
+        first_id = batch.req_ids[0]
+        if first_id.startswith(WARMUP_PREFIX) and first_id.endswith("_"):
             return
         last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
@@ -172,7 +171,7 @@ class CanvasRows(LogitsRows):
         step.before_np = batch.num_computed_tokens_np[:canvases]
         # Compiled code serves any number of rows but one, which torch would compile anew.
         step.num_reqs, step.num_rows = batch.num_reqs, max(num_rows, 2)
-        step.chunks = list(self._chunks(logits_TV, batch, slots_R, planned))
+        step.chunks = self._chunks(step, logits_TV, batch)
         return step
 
     def example(self, count: int) -> StepTensors:
@@ -197,25 +196,23 @@ class CanvasRows(LogitsRows):
             the plan; int64 and bool ``[R]``, the row that may become the carry row, and whether it
             does.
         """
-        drafts_R = (high_R - low_R).to(torch.int64)
+        low, high = low_R.to(torch.int64), high_R.to(torch.int64)
+        drafts_R = high - low
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         plan = self.plan(canvas, self.mask_id)
         position_C = torch.arange(self.num_positions, device=slots_R.device)
         shift: int | Tensor = self.shift
         if self.causal_commit:
             shift = self._shifts(plan)[:, None]
-        source_RC = low_R.to(torch.int64)[:, None] + (position_C - shift).clamp_min(0)
+        order_RC = (position_C - shift).clamp_min(0)
         if self.method.reorders:
             order_RC = row_of_position(canvas.tokens_RC, self.mask_id)
-            source_RC = low_R[:, None] + order_RC
         # Positions that were not computed share the last row.
-        source_RC = torch.minimum(source_RC, high_R.to(torch.int64)[:, None] - 1)
+        source_RC = torch.minimum(low[:, None] + order_RC, high[:, None] - 1)
         if self.carry_NV is not None:
             # The carry rows stand after the rows of this forward.
-            carry_R1 = (high_R[-1] + torch.arange(len(slots_R), device=slots_R.device))[
-                :, None
-            ]
-            source_RC = torch.where(position_C == 0, carry_R1, source_RC)
+            carry_R = high_R[-1] + torch.arange(len(slots_R), device=slots_R.device)
+            source_RC = torch.where(position_C == 0, carry_R[:, None], source_RC)
         last_row_R = low_R + plan.num_committed_R.clamp_min(1).to(torch.int64) - 1
         commits_R = plan.num_committed_R > 0
         planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R)
@@ -230,8 +227,7 @@ class CanvasRows(LogitsRows):
 
     def has_row(self, step: DenoisingStep) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
-        position_C = torch.arange(self.num_positions, device=step.drafts_R.device)
-        has_row_RC = position_C < step.drafts_R[:, None]
+        has_row_RC = self.states.position_C < step.drafts_R[:, None]
         if self.method.reorders:
             # The row of a decided position predicts nothing there.
             has_row_RC &= step.canvas.tokens_RC == self.mask_id
@@ -261,52 +257,42 @@ class CanvasRows(LogitsRows):
             move(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
 
     def _chunks(
-        self,
-        logits_TV: Tensor,
-        batch: "InputBatch",
-        slots_R: Tensor,
-        planned: Planned,
-    ) -> Iterator[RowChunk]:
-        """Yield the rows to propose from: those of this forward, then the carry rows."""
-        device = self.states.device
+        self, step: DenoisingStep, logits_TV: Tensor, batch: "InputBatch"
+    ) -> list[RowChunk]:
+        """Return the rows to propose from: those of this forward, then the carry rows."""
+        device, slots_R, plan = self.states.device, step.slots_R, step.plan
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
+        count, num_rows = len(slots_R), len(slot_T)
         if self.method.reorders:
             # As `write_reordered` has written them.
-            positions_T = batch.positions[: len(slot_T)]
-            offset_T = positions_T - self.states.start_N[slot_T]
-        rows_T = torch.arange(len(slot_T), device=device)
+            offset_T = batch.positions[:num_rows] - self.states.start_N[slot_T]
         if self.causal_commit:
-            shifts_T = self._shifts(planned.plan).repeat_interleave(
-                planned.drafts_R, output_size=len(slot_T)
+            shifts_T = self._shifts(plan).repeat_interleave(
+                step.drafts_R, output_size=num_rows
             )
             offset_T = offset_T + shifts_T.to(offset_T.dtype)
         owner_np = owner_R = None
         if self._mixed:
-            owner_R = np.arange(len(slots_R))
-            assert batch.num_draft_tokens_per_req is not None
-            owner_np = np.repeat(
-                owner_R, batch.num_draft_tokens_per_req[: len(slots_R)]
-            )
-        chunks = [
-            RowChunk(
-                rows_T, logits_TV, None, slot_T, offset_T, self.shift, None, owner_np
-            )
-        ]
+            owner_R = step.index_np
+            drafts = batch.num_draft_tokens_per_req
+            assert drafts is not None
+            owner_np = np.repeat(owner_R, drafts[:count])
+        rows_T = torch.arange(num_rows, device=device)
+        rows = (rows_T, logits_TV, None, slot_T, offset_T, self.shift)
+        chunks = [RowChunk(*rows, owner_np=owner_np)]
         if self.carry_NV is not None:
-            rows_R = torch.arange(
-                len(slot_T), len(slot_T) + len(slots_R), device=device
-            )
+            rows_R = torch.arange(num_rows, num_rows + count, device=device)
             nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
             carry = (rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0)
-            chunks.append(RowChunk(*carry, None, owner_R))
+            chunks.append(RowChunk(*carry, owner_np=owner_R))
         if device.type != "cpu":
-            yield from chunks
-            return
+            return chunks
         # There is no device to wait for, so rows that propose for nothing are left out.
-        wanted_RC = planned.plan.candidates_RC | planned.plan.editable_RC
-        wanted = planned.source_RC[wanted_RC]
+        wanted = step.source_RC[plan.candidates_RC | plan.editable_RC]
+        needed = []
         for chunk in chunks:
             chosen = torch.isin(chunk.rows_T, wanted).nonzero().squeeze(1)
             owner = chunk.owner_np
             owner = None if owner is None else owner[chosen.numpy()]
-            yield take_rows(chunk, chosen)._replace(owner_np=owner)
+            needed.append(take_rows(chunk, chosen)._replace(owner_np=owner))
+        return needed

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
 from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import GREEDY_FILTERS
 
 
 def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) -> Tensor:
     """Ban, in place, all but the likeliest tokens of each row; of equal ones lower ids stay."""
     ordered_TV = torch.from_numpy(np.sort(logits_TV.numpy(), axis=-1))
     if top_k_T is not None:
-        least_T1 = ordered_TV.gather(
-            1, ordered_TV.shape[1] - top_k_T.to(torch.int64)[:, None]
-        )
+        place_T = ordered_TV.shape[1] - top_k_T.to(torch.int64)
+        least_T1 = ordered_TV.gather(1, place_T[:, None])
         ordered_TV.masked_fill_(ordered_TV < least_T1, NEGATIVE_INFINITY)
         logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
     probs_TV = ordered_TV.softmax(dim=-1)
@@ -33,9 +33,8 @@ def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) ->
     if tied_out_T1.any():
         is_tied_TV = logits_TV == least_T1
         tied_in_T1 = is_tied_TV.sum(dim=-1, keepdim=True) - tied_out_T1
-        logits_TV.masked_fill_(
-            is_tied_TV & (is_tied_TV.cumsum(dim=-1) > tied_in_T1), NEGATIVE_INFINITY
-        )
+        is_tied_TV &= is_tied_TV.cumsum(dim=-1) > tied_in_T1
+        logits_TV.masked_fill_(is_tied_TV, NEGATIVE_INFINITY)
     logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
     return logits_TV
 
@@ -56,16 +55,14 @@ class Filters:
 
     def users(self, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the slots filter, bool."""
-        sampling, requests = self.sampling_states, self.states.requests
-        sampled = (
-            (sampling.min_p.np[slots_np] != 0)
-            | (sampling.top_k.np[slots_np] != sampling.vocab_size)
-            | (sampling.top_p.np[slots_np] != 1.0)
-        )
-        greedy = requests.users("entropy_temperature", slots_np)
-        for name in ("top_k", "top_p"):
-            greedy = greedy | requests.users(name, slots_np)
-        return greedy | (sampled & (sampling.temperature.np[slots_np] > 0))
+        sampling, users = self.sampling_states, self.states.requests.users
+        filtered = sampling.min_p.np[slots_np] != 0
+        filtered |= sampling.top_k.np[slots_np] != sampling.vocab_size
+        filtered |= sampling.top_p.np[slots_np] != 1.0
+        filtered &= sampling.temperature.np[slots_np] > 0
+        for name in GREEDY_FILTERS:
+            filtered |= users(name, slots_np)
+        return filtered
 
     def apply(self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray) -> Tensor:
         """Filter rows of sampling requests, in place if possible."""
@@ -89,16 +86,16 @@ class Filters:
 
         Sampling requests have no such filters: their numbers are neutral here.
         """
-        states, vocab_size = self.states, logits_TV.shape[1]
+        requests, vocab_size = self.states.requests, logits_TV.shape[1]
         top_k = top_p = None
-        if states.requests.uses("entropy_temperature", slots_np):
-            temperature_T = states.requests.number("entropy_temperature", slot_T)
+        if requests.uses("entropy_temperature", slots_np):
+            temperature_T = requests.number("entropy_temperature", slot_T)
             logits_TV = logits_TV / temperature_T[:, None]
-        if states.requests.uses("top_k", slots_np):
-            top_k = states.requests.number("top_k", slot_T).to(torch.int32)
+        if requests.uses("top_k", slots_np):
+            top_k = requests.number("top_k", slot_T).to(torch.int32)
             top_k = top_k.where(top_k > 0, vocab_size).clamp_max(vocab_size)
-        if states.requests.uses("top_p", slots_np):
-            top_p = states.requests.number("top_p", slot_T)
+        if requests.uses("top_p", slots_np):
+            top_p = requests.number("top_p", slot_T)
         return self._keep(logits_TV, top_k, top_p)
 
     def _keep(

@@ -4,7 +4,7 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,24 @@ if TYPE_CHECKING:
 
 
 KNOWN_TO_HOST = 8  # columns of the first argument of `MaskedRows.begin_step`
-BegunStep = tuple[Planned, Tensor, Tensor, Tensor, Tensor]
+
+
+class BegunStep(NamedTuple):
+    """List what is known of a step before its forward.
+
+    planned    the plan
+    index_R    int64, place in the batch of each request
+    slots_R    int64, its slot
+    refresh_R  int64, where its next refresh starts
+    found_2X   int64 ``[2, R * C]``, canvas position of each masked position, counted within a
+               request, and the row of the batch that predicts it
+    """
+
+    planned: Planned
+    index_R: Tensor
+    slots_R: Tensor
+    refresh_R: Tensor
+    found_2X: Tensor
 
 
 class HostRows(NamedTuple):
@@ -97,23 +114,21 @@ class MaskedRows(LogitsRows):
         if not canvases:
             return
         rows = self._lay_out(batch, canvases)
-        request_T, index_np, slots_np = rows.request_T, rows.index_np, rows.slots_np
-        num_rows, num_known = len(request_T), len(index_np) * KNOWN_TO_HOST
-        on_device = async_tensor_h2d(rows.packed, device=self.states.device)
-        known, flat, slot_T = on_device.split_with_sizes(
-            (num_known, num_rows, num_rows)
-        )
+        request_T, slots_np = rows.request_T, rows.slots_np
+        num_rows, num_known = len(request_T), len(slots_np) * KNOWN_TO_HOST
+        packed = async_tensor_h2d(rows.packed, device=self.states.device)
+        known, flat, slot_T = packed.split_with_sizes((num_known, num_rows, num_rows))
         begun = self.begin(known.view(-1, KNOWN_TO_HOST))
-        planned, index_R, slots_R, refresh_R, found_2X = begun
-        place_T, row_T = found_2X[:, flat].unbind()
+        place_T, row_T = begun.found_2X[:, flat].unbind()
         batch.logits_indices = row_T
         if self.states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
         self._starts_np = rows.starts_np
         # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
-        step = DenoisingStep(slots_R, *planned, batch.seq_lens[index_R], refresh_R)
-        step.index_R, step.index_np, step.slots_np = index_R, index_np, slots_np
-        step.before_np = rows.starts_np
+        seq_lens_R = batch.seq_lens[begun.index_R]
+        step = DenoisingStep(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
+        step.index_R, step.index_np = begun.index_R, rows.index_np
+        step.slots_np, step.before_np = slots_np, rows.starts_np
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
         # One chunk, which `read` gives its logits.
         rows_T, place_T = self._rows_X[:num_rows], place_T.to(torch.int32)
@@ -123,44 +138,36 @@ class MaskedRows(LogitsRows):
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows; those of a request follow those of the request before it."""
-        assert batch.num_draft_tokens_per_req is not None
-        states, drafts = self.states, batch.num_draft_tokens_per_req[:canvases]
-        slots = batch.idx_mapping_np[:canvases]
+        requests, drafts = self.states.requests, batch.num_draft_tokens_per_req
+        assert drafts is not None
+        drafts, slots = drafts[:canvases], batch.idx_mapping_np[:canvases]
         bounds = batch.query_start_loc_np[: canvases + 1]
         # In front of a canvas lies what is computed before it, here or earlier.
         before = bounds[1:] - drafts
         starts = batch.num_computed_tokens_np[:canvases] + (before - bounds[:-1])
-        first_row = before - self.shift
+        row = first_row = before - self.shift
         index = unconditional = np.arange(canvases)
-        given = (slots, starts, drafts, first_row)
-        if states.requests.uses("cfg_scale", slots):
+        if requests.uses("cfg_scale", slots):
             index, unconditional = pair_requests(batch.req_ids[:canvases])
-            given = tuple(column[index] for column in given)
-        slots, starts, drafts, row = given
-        sizes = np.minimum(states.requests.block_length.np[slots], drafts)
+            slots, starts, drafts = slots[index], starts[index], drafts[index]
+            row = first_row[index]
+        sizes = np.minimum(requests.block_length.np[slots], drafts)
         most = self.counts.most(slots, starts, sizes)
         request = np.repeat(np.arange(len(index)), most)
         num_rows, num_known = len(request), len(index) * KNOWN_TO_HOST
         packed = np.empty(num_known + 2 * num_rows, dtype=np.int64)
+        refresh: Any = 0
+        if not requests.refresh_all(slots):
+            refresh = self.states.next_refresh_np(slots, starts)
+        offset = np.cumsum(most) - most
+        known = (index, slots, starts, drafts, refresh, row, offset, num_rows)
         known_KR = packed[:num_known].reshape(-1, KNOWN_TO_HOST).T
-        offset = known_KR[6]
-        offset[:] = np.cumsum(most) - most
-        known_KR[0], known_KR[1], known_KR[2], known_KR[3] = (
-            index,
-            slots,
-            starts,
-            drafts,
-        )
-        known_KR[4], known_KR[5], known_KR[7] = 0, row, num_rows
-        if not states.requests.refresh_all(slots):
-            known_KR[4] = states.next_refresh_np(slots, starts)
+        for column, values in zip(known_KR, known, strict=True):
+            column[:] = values
         # Rows are numbered within a request, and requests by the positions of a canvas.
-        flat = (
-            np.arange(num_rows)
-            + (np.arange(len(index)) * self.num_positions - offset)[request]
-        )
-        packed[num_known : num_known + num_rows] = flat
-        packed[num_known + num_rows :] = slots[request]
+        shift = np.arange(len(index)) * self.num_positions - offset
+        packed[num_known:-num_rows] = np.arange(num_rows) + shift[request]
+        packed[-num_rows:] = slots[request]
         return HostRows(index, unconditional, slots, starts, request, packed, first_row)
 
     def begin_step(self, known_RK: Tensor) -> BegunStep:
@@ -171,10 +178,6 @@ class MaskedRows(LogitsRows):
                 canvas to start, canvas positions of this forward, where the refresh behind this
                 block starts, row of the batch that predicts the first position, number of the
                 request's first row, and number of all rows.
-        Returns:
-            the plan; place in the batch, slot and start of the refresh; int64 ``[2, R * C]``:
-            canvas position of each masked position, counted within a request, and the row of the
-            batch that predicts it.
         """
         index_R, slots_R, start_R, drafts_R, refresh_R, *numbers = known_RK.unbind(1)
         first_row_R, offset_R, number_R = numbers
@@ -184,32 +187,30 @@ class MaskedRows(LogitsRows):
         candidates_RC = plan.candidates_RC
         rank_RC = candidates_RC.cumsum(dim=1) - 1
         # Positions without a row of their own share one after the last.
-        source_RC = torch.where(
-            candidates_RC, offset_R[:, None] + rank_RC, number_R[:, None]
-        )
-        position_RC = torch.arange(self.num_positions, device=slots_R.device).expand_as(
-            rank_RC
-        )
+        row_RC = offset_R[:, None] + rank_RC
+        source_RC = torch.where(candidates_RC, row_RC, number_R[:, None])
+        position_C = torch.arange(self.num_positions, device=slots_R.device)
         place_RC = torch.zeros_like(torch.nn.functional.pad(rank_RC, (0, 1)))
         into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
-        place_RC = place_RC.scatter(1, into_RC, position_RC)[:, : self.num_positions]
+        place_RC = place_RC.scatter(1, into_RC, position_C.expand_as(rank_RC))
+        place_RC = place_RC[:, : self.num_positions]
         row_RC = (first_row_R[:, None] + place_RC).clamp_min(0)
         planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R.clone())
         found_2X = torch.stack([place_RC, row_RC]).flatten(1)
-        return planned, index_R.clone(), slots_R.clone(), refresh_R.clone(), found_2X
+        numbers = (index_R.clone(), slots_R.clone(), refresh_R.clone())
+        return BegunStep(planned, *numbers, found_2X)
 
     def example(self, count: int) -> StepTensors:
         """Return a made-up step of some slots, with tensors as in `choose`."""
         known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
         known[:, 1] = np.arange(count) % len(self.states.open_N)
         known[:, 3] = self.states.config.block_length
-        known_RK = async_tensor_h2d(known.ravel(), device=self.states.device).view(
-            known.shape
-        )
+        on_device = async_tensor_h2d(known.ravel(), device=self.states.device)
+        known_RK = on_device.view(known.shape)
         allow_any_length(known_RK)
-        planned, index_R, slots_R, refresh_R, _ = self.begin(known_RK)
-        seq_lens_R = index_R.new_zeros(count, dtype=torch.int32)
-        return StepTensors(slots_R, *planned, seq_lens_R, refresh_R)
+        begun = self.begin(known_RK)
+        seq_lens_R = begun.index_R.new_zeros(count, dtype=torch.int32)
+        return StepTensors(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
 
     def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
@@ -223,14 +224,13 @@ class MaskedRows(LogitsRows):
         scales = self.states.requests.users("cfg_scale", slots_np)
         place_G = np.flatnonzero(scales[rows.request_T])
         request_G = rows.request_T[place_G]
-        distance = rows.first_row[rows.unconditional_np] - rows.first_row[rows.index_np]
+        hidden, first_row = rows.unconditional_np, rows.first_row
+        distance = first_row[hidden] - first_row[rows.index_np]
         packed = np.stack([place_G, distance[request_G], slots_np[request_G]])
         place, distance_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
-        self._guided = GuidedRows(
-            place, self.states.requests.number("cfg_scale", slot_G)
-        )
-        hidden = rows.unconditional_np[rows.unconditional_np != rows.index_np]
-        self._hide_context(batch, hidden)
+        scale_G = self.states.requests.number("cfg_scale", slot_G)
+        self._guided = GuidedRows(place, scale_G)
+        self._hide_context(batch, hidden[hidden != rows.index_np])
         return torch.cat([row_T, row_T[place] + distance_G])
 
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:

@@ -194,9 +194,8 @@ class Proposer:
         for chunk, want_ranking in itertools.product(chunks, (False, True)):
             for one, biases in itertools.product((None, sampling), (None, bias)):
                 self._read_once(chunk, one, biases, want_ranking)
-        copies_TV = torch.zeros(
-            len(rows_T), self.rules.vocab_size, device=rows_T.device
-        )
+        shape = (len(rows_T), self.rules.vocab_size)
+        copies_TV = torch.zeros(shape, device=rows_T.device)
         for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
             for one in (None, sampling) if token_T is None or with_automata else ():
                 self._read_copies(copies_TV, slot_T, one, token_T, want_ranking)
@@ -230,22 +229,15 @@ class Proposer:
         num_rows: int | None = None,
     ) -> RowStats:
         """Read the columns that are here once; ranks exchange what each has found."""
-        arguments = (
-            chunk.logits_XV,
-            chunk.slot_T,
-            self.states.config.mask_token_id,
-            sampling,
-        )
+        rows = (chunk.logits_XV, chunk.slot_T, self.states.mask_id, sampling)
         how: dict[str, Any] = {"temper": self.temper, "want_ranking": want_ranking}
         how |= {"bias": bias, "source_T": chunk.source_T}
         if self.shard is None:
-            return self.propose_rows(
-                *arguments, num_rows=num_rows, token_T=chunk.token_T, **how
-            )
-        partials_KTP = self.scan_rows(*arguments, columns=self.shard.columns, **how)
-        return self.merge_rows(
-            self.shard.gather_partials(partials_KTP), want_ranking, num_rows
-        )
+            how |= {"num_rows": num_rows, "token_T": chunk.token_T}
+            return self.propose_rows(*rows, **how)
+        found_KTP = self.scan_rows(*rows, columns=self.shard.columns, **how)
+        partials_SKTP = self.shard.gather_partials(found_KTP)
+        return self.merge_rows(partials_SKTP, want_ranking, num_rows)
 
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
         """Propose from float32 copies of the rows.
@@ -286,9 +278,8 @@ class Proposer:
             # The same tokens with their confidence before temperature and filters (LLaDA).
             is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
             self.eos_bans.ban_confidence(logits_TV, slot_T, slots_np, is_greedy_T)
-            stats = self._read_confidence(
-                logits_TV, slot_T, stats.token_T, want_ranking
-            )
+            token_T = stats.token_T
+            stats = self._read_confidence(logits_TV, slot_T, token_T, want_ranking)
         stats.broken_T.copy_(broken_T)
         if wanted.scored:
             for feature in wanted.features:
@@ -318,10 +309,6 @@ class Proposer:
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return the counters of the random numbers that sample the tokens of rows."""
         sampling, states = self.sampling_states, self.states
-        tables = (
-            sampling.temperature.gpu,
-            sampling.seeds.gpu,
-            states.counter_N,
-            states.start_N,
-        )
-        return RowSampling(*tables, chunk.offset_T, chunk.shift)
+        numbers = sampling.temperature.gpu, sampling.seeds.gpu
+        counters = states.counter_N, states.start_N
+        return RowSampling(*numbers, *counters, chunk.offset_T, chunk.shift)
