@@ -23,7 +23,7 @@ from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
 from dllm_plugin.kernels.move_rows import move_rows
 from dllm_plugin.sampling.canvas_rows import CanvasRows
-from dllm_plugin.sampling.decider import Decider, Ranking
+from dllm_plugin.sampling.decider import Decider
 from dllm_plugin.sampling.features.ordered import StepFeatures
 from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.filters import Filters
@@ -72,9 +72,8 @@ class DiffusionSampler:
         dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
-        masked = self.method.logits == "masked"
-        self.rows: MaskedRows | CanvasRows
-        self.rows = (MaskedRows if masked else CanvasRows)(
+        kind = MaskedRows if self.method.logits == "masked" else CanvasRows
+        self.rows: MaskedRows | CanvasRows = kind(
             states, dtype, width, self.method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
@@ -82,8 +81,8 @@ class DiffusionSampler:
         self.proposer = Proposer(states, filters, rules, model_config, shard)
         parts = self.rows, self.proposer
         self.features = StepFeatures(states, sampler, model_config, *parts)
-        ranking = Ranking(states, self.sampling_states)
-        self.decider = Decider(states, ranking, rules, steps_in_flight > 0)
+        sampling = self.sampling_states
+        self.decider = Decider(states, sampling, rules, steps_in_flight > 0)
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
         self.reserved = False  # whether vLLM's memory profile saw a full step

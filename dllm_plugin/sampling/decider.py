@@ -69,73 +69,6 @@ class StepPolicies(NamedTuple):
         )
 
 
-class Ranking:
-    """Compute proposals of canvas positions from row statistics."""
-
-    def __init__(self, states: CanvasStates, sampling_states: Any) -> None:
-        self.states = states
-        self.sampling_states = sampling_states
-
-    def rank(
-        self,
-        stats: RowStats,
-        slots_R: Tensor,
-        source_RC: Tensor,
-        policies: StepPolicies,
-    ) -> Proposal:
-        """Return token, confidence and score of every canvas position."""
-        states = self.states
-        policy_R1 = states.requests.policy.gpu[slots_R][:, None]
-        confidence_RC = stats.confidence_T[source_RC]
-        scores = self._scores(stats, slots_R, source_RC, policies)
-        score_RC = confidence_RC
-        for name in policies.names:
-            if RANKED_BY[name] in scores:
-                score = scores[RANKED_BY[name]]
-                score_RC = torch.where(policy_R1 == POLICY_IDS[name], score, score_RC)
-        if policies.samples_order:
-            alg_temp_R1 = states.requests.number("alg_temp", slots_R)[:, None]
-            score_RC = sampled_order(
-                score_RC, alg_temp_R1, self._uniform(slots_R, ALG_TEMP_ORDER)
-            )
-        # A row of NaN or of only banned ids must not stop the request's progress.
-        return Proposal(
-            stats.token_T[source_RC],
-            confidence_RC.nan_to_num(0.0),
-            score_RC.nan_to_num(-1e30),
-        )
-
-    def _scores(
-        self,
-        stats: RowStats,
-        slots_R: Tensor,
-        source_RC: Tensor,
-        policies: StepPolicies,
-    ) -> dict[str, Tensor]:
-        """Return the scores other than the confidence that policies of the step rank by."""
-        ranked_by = {RANKED_BY[name] for name in policies.names}
-        scores: dict[str, Tensor] = {}
-        if stats.entropy_T is not None and stats.margin_T is not None:
-            scores["entropy"] = stats.entropy_T[source_RC]
-            scores["margin"] = stats.margin_T[source_RC]
-        if "position" in ranked_by:
-            position_C = torch.arange(source_RC.shape[1], device=source_RC.device)
-            scores["position"] = -position_C.to(torch.float32)
-        for ranking, use in (("random", RANDOM_ORDER), ("uniform", ORIGIN_ORDER)):
-            if ranking in ranked_by:
-                scores[ranking] = self._uniform(slots_R, use)
-        return scores
-
-    def _uniform(self, slots_R: Tensor, use: int) -> Tensor:
-        """Return a random number per canvas position, float32 ``[R, C]``."""
-        states = self.states
-        position_C = torch.arange(states.canvas_NC.shape[1], device=states.device)
-        position_RC = states.start_N[slots_R][:, None] + position_C
-        seed_R1 = (self.sampling_states.seeds.gpu[slots_R] ^ use)[:, None]
-        step_R1 = states.counter_N[slots_R].to(torch.int64)[:, None]
-        return counter_uniform(seed_R1, position_RC, step_R1)
-
-
 class Decider:
     """Decide steps, and write the decisions to the states.
 
@@ -146,18 +79,18 @@ class Decider:
     def __init__(
         self,
         states: CanvasStates,
-        ranking: Ranking,
+        sampling_states: Any,
         rules: TokenRules,
         is_async: bool = False,
     ) -> None:
         self.states = states
-        self.ranking = ranking
+        self.sampling_states = sampling_states
         self.rules = rules
         method = self.method = states.config.method
         self.mask_id = states.config.mask_token_id
-        self.policy_rules = {
-            name: policy.rule for name, policy in method.policies.items()
-        }
+        self.policy_rules: dict[str, Rule] = {}
+        for name, policy in method.policies.items():
+            self.policy_rules[name] = policy.rule
         self.accept = method.accept
         # vLLM would read counts of masks as broken positions.
         self.sends_left = is_async and not envs.VLLM_RAISE_ON_LOGIT_NANS
@@ -192,12 +125,12 @@ class Decider:
         for count in WARMUP_REQUESTS:
             tensors = example(count)
             device = self.states.device
-            columns = [
-                torch.zeros(WARMUP_ROWS, device=device) for _ in RowStats._fields
-            ]
-            columns[0] = columns[0].to(torch.int64)
-            columns[2] = columns[2].to(torch.int32)
-            stats = RowStats(*columns[: 5 if policies.want_ranking else 3])
+            dtypes = [torch.int64, torch.float32, torch.int32]
+            dtypes += [torch.float32] * 2 if policies.want_ranking else []
+            columns = []
+            for dtype in dtypes:
+                columns.append(torch.zeros(WARMUP_ROWS, dtype=dtype, device=device))
+            stats = RowStats(*columns)
             allow_any_length(tensors, stats)
             self.decide(tensors, stats, policies)
 
@@ -216,7 +149,7 @@ class Decider:
     ) -> EmittedTokens:
         """Rank, unmask, commit and advance."""
         slots_R = step.slots_R
-        step.proposal = self.ranking.rank(stats, slots_R, step.source_RC, policies)
+        step.proposal = self.rank(step, stats, policies)
         step.unmask_RC = self._apply_policies(step, policies.names)
         for feature in reversed(features):
             feature.restrict(step)
@@ -241,6 +174,60 @@ class Decider:
             slots_R, step.plan, step.outcome, step.tokens_RC, step.saw_stop_R
         )
         return self._emitted(step)
+
+    def rank(
+        self, step: DenoisingStep, stats: RowStats, policies: StepPolicies
+    ) -> Proposal:
+        """Return token, confidence and score of every canvas position."""
+        slots_R, source_RC, requests = (
+            step.slots_R,
+            step.source_RC,
+            self.states.requests,
+        )
+        policy_R1 = requests.policy.gpu[slots_R][:, None]
+        score_RC = confidence_RC = stats.confidence_T[source_RC]
+        scores = self._scores(step, stats, policies)
+        for name in policies.names:
+            if RANKED_BY[name] in scores:
+                score = scores[RANKED_BY[name]]
+                score_RC = torch.where(policy_R1 == POLICY_IDS[name], score, score_RC)
+        if policies.samples_order:
+            alg_temp_R1 = requests.number("alg_temp", slots_R)[:, None]
+            uniform_RC = self._uniform(slots_R, ALG_TEMP_ORDER)
+            score_RC = sampled_order(score_RC, alg_temp_R1, uniform_RC)
+        # A row of NaN or of only banned ids must not stop the request's progress.
+        return Proposal(
+            stats.token_T[source_RC],
+            confidence_RC.nan_to_num(0.0),
+            score_RC.nan_to_num(-1e30),
+        )
+
+    def _scores(
+        self, step: DenoisingStep, stats: RowStats, policies: StepPolicies
+    ) -> dict[str, Tensor]:
+        """Return the scores other than the confidence that policies of the step rank by."""
+        ranked_by = {RANKED_BY[name] for name in policies.names}
+        scores: dict[str, Tensor] = {}
+        source_RC = step.source_RC
+        if stats.entropy_T is not None and stats.margin_T is not None:
+            scores["entropy"] = stats.entropy_T[source_RC]
+            scores["margin"] = stats.margin_T[source_RC]
+        if "position" in ranked_by:
+            position_C = torch.arange(source_RC.shape[1], device=source_RC.device)
+            scores["position"] = -position_C.to(torch.float32)
+        for ranking, use in (("random", RANDOM_ORDER), ("uniform", ORIGIN_ORDER)):
+            if ranking in ranked_by:
+                scores[ranking] = self._uniform(step.slots_R, use)
+        return scores
+
+    def _uniform(self, slots_R: Tensor, use: int) -> Tensor:
+        """Return a random number per canvas position, float32 ``[R, C]``."""
+        states = self.states
+        position_C = torch.arange(self.num_positions, device=states.device)
+        position_RC = states.start_N[slots_R][:, None] + position_C
+        seed_R1 = (self.sampling_states.seeds.gpu[slots_R] ^ use)[:, None]
+        step_R1 = states.counter_N[slots_R].to(torch.int64)[:, None]
+        return counter_uniform(seed_R1, position_RC, step_R1)
 
     def _apply_policies(self, step: DenoisingStep, names: tuple[str, ...]) -> Tensor:
         """Return what each request's policy unmasks; one batched call per rule of the step."""

@@ -170,16 +170,7 @@ class DenoisingStep:
 
     def tensors(self) -> StepTensors:
         """Return the tensors that compiled code reads."""
-        return StepTensors(
-            self.slots_R,
-            self.canvas,
-            self.plan,
-            self.source_RC,
-            self.remaining_R,
-            self.drafts_R,
-            self.seq_lens_R,
-            self.refresh_R,
-        )
+        return StepTensors(*[getattr(self, name) for name in StepTensors._fields])
 
 
 class LogitsRows:
