@@ -197,8 +197,8 @@ class MaskedRows(LogitsRows):
         row_RC = (first_row_R[:, None] + place_RC).clamp_min(0)
         planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R.clone())
         found_2X = torch.stack([place_RC, row_RC]).flatten(1)
-        numbers = (index_R.clone(), slots_R.clone(), refresh_R.clone())
-        return BegunStep(planned, *numbers, found_2X)
+        index_R, slots_R = index_R.clone(), slots_R.clone()
+        return BegunStep(planned, index_R, slots_R, refresh_R.clone(), found_2X)
 
     def example(self, count: int) -> StepTensors:
         """Return a made-up step of some slots, with tensors as in `choose`."""

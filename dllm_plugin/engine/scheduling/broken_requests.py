@@ -33,49 +33,48 @@ BROKEN = (
 )
 
 
-class BrokenRequests:
-    """Track requests that end because of broken logits.
+def end_broken(
+    scheduler: "Scheduler",
+    results: ModelRunnerOutput,
+    cleared: dict[str, tuple[int, ...]],
+) -> dict[str, int]:
+    """Have vLLM end requests with broken logits in this step; returns the positions of each.
 
-    pages  by request id, pages that workers have to clear
+    Args:
+        cleared: gets, by request id, the pages that workers have to clear.
     """
-
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self.scheduler = scheduler
-        self.pages: dict[str, tuple[int, ...]] = {}
-
-    def end(self, results: ModelRunnerOutput) -> dict[str, int]:
-        """Have vLLM end such requests in this step; returns the positions of each."""
-        requests, manager = self.scheduler.requests, self.scheduler.kv_cache_manager
-        broken = unpack_broken(results)
-        for request_id in broken.keys() - requests.keys():
-            del broken[request_id]
-        if not broken:
-            return broken
-        pages: dict[str, list[int]] = {}
-        for request_id in broken:
-            groups = manager.get_block_ids(request_id)
-            pages[request_id] = [page for group in groups for page in group]
-        held = Counter(page for own in pages.values() for page in own)
-        manager.evict_blocks(set(held))
-        blocks = manager.block_pool.blocks
-        for request_id, count in broken.items():
-            unshared = []
-            for page in pages[request_id]:
-                # Pages that other requests use were right for them until now.
-                if blocks[page].ref_cnt == held[page] and not blocks[page].is_null:
-                    unshared.append(page)
-            self.pages[request_id] = tuple(unshared)
-            results.sampled_token_ids[results.req_id_to_index[request_id]] = []
-            # vLLM's list of requests that end with an error in `update_from_output`.
-            end_with_error(self.scheduler, request_id)
-            if not is_unconditional(request_id):
-                logger.error(BROKEN, shown(request_id), count)
+    requests, manager = scheduler.requests, scheduler.kv_cache_manager
+    broken = unpack_broken(results)
+    for req_id in broken.keys() - requests.keys():
+        del broken[req_id]
+    if not broken:
         return broken
+    pages: dict[str, list[int]] = {}
+    held: Counter[int] = Counter()
+    for req_id in broken:
+        pages[req_id] = []
+        for group in manager.get_block_ids(req_id):
+            pages[req_id] += group
+        held.update(pages[req_id])
+    manager.evict_blocks(set(held))
+    blocks = manager.block_pool.blocks
+    for req_id, count in broken.items():
+        unshared = []
+        for page in pages[req_id]:
+            # Pages that other requests use were right for them until now.
+            if blocks[page].ref_cnt == held[page] and not blocks[page].is_null:
+                unshared.append(page)
+        cleared[req_id] = tuple(unshared)
+        results.sampled_token_ids[results.req_id_to_index[req_id]] = []
+        # vLLM's list of requests that end with an error in `update_from_output`.
+        end_with_error(scheduler, req_id)
+        if not is_unconditional(req_id):
+            logger.error(BROKEN, shown(req_id), count)
+    return broken
 
-    def count(
-        self, broken: dict[str, int], outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
-        """Show the counts to vLLM's metrics."""
-        if broken:
-            for of_client in outputs.values():
-                show_broken(of_client.outputs, broken)
+
+def count_broken(broken: dict[str, int], outputs: dict[int, EngineCoreOutputs]) -> None:
+    """Show the counts to vLLM's metrics."""
+    if broken:
+        for of_client in outputs.values():
+            show_broken(of_client.outputs, broken)

@@ -89,7 +89,7 @@ class RefreshScheduler(GuidedScheduler):
         if given:
             request.append_output_token_ids(given)
             self._given[request.request_id] = given
-            watch = self.watched.watches.get(request.request_id)
+            watch = self.watches.get(request.request_id)
             if watch is not None:
                 watch.give(given)
 
@@ -152,7 +152,7 @@ class RefreshScheduler(GuidedScheduler):
         if not self.in_flight.count(req_id, start):
             return True
         # Reports and grammars need each result; half of a pair may turn out not to fit.
-        by_step = req_id in self.watched.watches or req_id in self._with_grammar
+        by_step = req_id in self.watches or req_id in self._with_grammar
         by_step |= self._other_of_pair(req_id) is not None
         record = self.records[req_id]
         _, _, length, every, before, _, tail = record.layout

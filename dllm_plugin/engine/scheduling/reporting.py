@@ -29,7 +29,12 @@ from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import is_unconditional, unpack_unconditional
 from dllm_plugin.engine.scheduling.forwards_in_flight import NO_SPANS, BlockSpans
 from dllm_plugin.engine.scheduling.page_hashes import PromptPages
-from dllm_plugin.engine.scheduling.watched_requests import WatchedRequests
+from dllm_plugin.engine.scheduling.watched_requests import (
+    Trace,
+    Watch,
+    begin_step,
+    end_step,
+)
 
 Outputs = dict[int, EngineCoreOutputs]
 
@@ -90,7 +95,7 @@ class ReportingScheduler(AsyncScheduler):
         self.decode_config = get_decode_config(self.vllm_config)
         self.records: dict[str, Record] = {}
         self._with_stop_strings: set[str] = set()
-        self.watched = WatchedRequests(self)
+        self.watches: dict[str, Watch] = {}
         self._ended: list[EndedRequest] = []
 
     def arguments_of(self, request: Request) -> RequestArguments:
@@ -107,7 +112,10 @@ class ReportingScheduler(AsyncScheduler):
         counts = self.counts_class(self.num_spec_tokens, histogram)
         self.records[req_id] = Record(asked, counts, asked.block_length)
         if asked.is_watched and not is_unconditional(req_id):
-            self.watched.add(request, asked, counts)
+            rest = self.max_model_len - request.num_prompt_tokens
+            most = min(request.max_tokens, rest)
+            trace = Trace(most) if asked.trace else None
+            self.watches[req_id] = Watch(asked, counts, most, trace)
         if asked.statistics:
             request.spec_decode_metrics = counts
             if params is not None and params.stop:
@@ -134,7 +142,7 @@ class ReportingScheduler(AsyncScheduler):
             )
             self._ended.append(ended)
         self._with_stop_strings.discard(req_id)
-        self.watched.watches.pop(req_id, None)
+        self.watches.pop(req_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _reason(self, request: Request) -> FinishReason:
@@ -151,7 +159,7 @@ class ReportingScheduler(AsyncScheduler):
         tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
         if tokenizer is None:  # skip_tokenizer_init
             return reason
-        watch = self.watched.watches.get(request.request_id)
+        watch = self.watches.get(request.request_id)
         tokens = list(request.output_token_ids)
         if watch is not None and len(watch.tokens) > len(tokens):
             tokens = watch.tokens
@@ -208,9 +216,9 @@ class ReportingScheduler(AsyncScheduler):
         self, output: SchedulerOutput, results: ModelRunnerOutput
     ) -> Outputs:
         """Update as vLLM does; requests with stop strings get counts with each piece."""
-        steps = self.watched.begin_step(results)
+        steps = begin_step(self.requests, self.watches, results)
         outputs = super().update_from_output(output, results)
-        self.watched.end_step(steps, outputs, results.logprobs)
+        end_step(steps, outputs, results.logprobs, self.kv_cache_manager)
         if not self._with_stop_strings:
             return outputs
         for of_client in outputs.values():

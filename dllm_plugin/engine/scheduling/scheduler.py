@@ -19,7 +19,7 @@ from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
-from dllm_plugin.engine.scheduling.broken_requests import BrokenRequests
+from dllm_plugin.engine.scheduling.broken_requests import count_broken, end_broken
 from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
 from dllm_plugin.engine.scheduling.page_hashes import salt_pages, share_pages
 from dllm_plugin.engine.scheduling.reporting import Outputs
@@ -48,7 +48,7 @@ class DiffusionScheduler(GrammarScheduler):
         self._long: set[str] = set()
         self._spare_tokens = 0
         self._single_blocks = False
-        self.broken = BrokenRequests(self)
+        self._broken_pages: dict[str, tuple[int, ...]] = {}
         self._bound_requests()
         end_with_parent()
 
@@ -140,7 +140,7 @@ class DiffusionScheduler(GrammarScheduler):
             self._share_among_steps()
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = most
-        pack_departures(output, self.broken.pages)
+        pack_departures(output, self._broken_pages)
         return output
 
     def _share_among_steps(self) -> None:
@@ -253,9 +253,9 @@ class DiffusionScheduler(GrammarScheduler):
         self, output: SchedulerOutput, results: ModelRunnerOutput
     ) -> Outputs:
         """Update as vLLM does; requests whose logits are no numbers end with an error."""
-        broken = self.broken.end(results)
+        broken = end_broken(self, results, self._broken_pages)
         outputs = super().update_from_output(output, results)
-        self.broken.count(broken, outputs)
+        count_broken(broken, outputs)
         return outputs
 
     def reset_prefix_cache(

@@ -6,12 +6,14 @@ all that is decided of a canvas, so a lost snapshot costs nothing: the next has 
 Shape letters: C canvas positions, P output positions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefillStats, RequestSpecDecodeMetrics
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -27,9 +29,6 @@ from dllm_plugin.config.worker_carriers import (
     logprob_rows,
     unpack_canvas_rows,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class Trace:
@@ -114,78 +113,60 @@ class WatchedStep(NamedTuple):
     canvas: CanvasRow
 
 
-class WatchedRequests:
-    """Track the watched requests of a scheduler, by request id."""
+def begin_step(
+    requests: Mapping[str, Request],
+    watches: Mapping[str, Watch],
+    results: ModelRunnerOutput,
+) -> list[WatchedStep]:
+    """Return what a step decided of watched requests, before they are updated."""
+    canvases = unpack_canvas_rows(results)
+    if not canvases:
+        return []
+    steps = []
+    for req_id, place in results.req_id_to_index.items():
+        request, watch = requests.get(req_id), watches.get(req_id)
+        if place not in canvases or request is None or watch is None:
+            continue
+        # vLLM drops results of requests that were preempted or aborted meanwhile.
+        stale = request.num_stale_output_tokens > 0 and request.drop_stale_output
+        if not (stale or request.is_finished()):
+            base, canvas = request.num_output_tokens, canvases[place]
+            steps.append(WatchedStep(watch, request, place, base, canvas))
+    return steps
 
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self.scheduler = scheduler
-        self.watches: dict[str, Watch] = {}
 
-    def add(
-        self,
-        request: Request,
-        asked: RequestArguments,
-        counts: RequestSpecDecodeMetrics,
-    ) -> None:
-        """Watch a request."""
-        rest = self.scheduler.max_model_len - request.num_prompt_tokens
-        most = min(request.max_tokens, rest)
-        trace = Trace(most) if asked.trace else None
-        self.watches[request.request_id] = Watch(asked, counts, most, trace)
-
-    def begin_step(self, results: ModelRunnerOutput) -> list[WatchedStep]:
-        """Return what a step decided of watched requests, before they are updated."""
-        canvases = unpack_canvas_rows(results)
-        if not canvases:
-            return []
-        steps = []
-        for request_id, place in results.req_id_to_index.items():
-            request = self.scheduler.requests.get(request_id)
-            watch = self.watches.get(request_id)
-            if place not in canvases or request is None or watch is None:
-                continue
-            # vLLM drops results of requests that were preempted or aborted meanwhile.
-            stale = request.num_stale_output_tokens > 0 and request.drop_stale_output
-            if not (stale or request.is_finished()):
-                base, canvas = request.num_output_tokens, canvases[place]
-                steps.append(WatchedStep(watch, request, place, base, canvas))
-        return steps
-
-    def end_step(
-        self,
-        steps: list[WatchedStep],
-        outputs: dict[int, EngineCoreOutputs],
-        lists: LogprobsLists | None,
-    ) -> None:
-        """Add snapshots, early text and traces to the outputs of a step."""
-        for step in steps:
-            request = step.request
-            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            ids = [output.request_id for output in of_client.outputs]
-            if request.request_id in ids:
-                place = ids.index(request.request_id)
-                output = of_client.outputs[place]
-                says = add_report(step, output, lists)
-                if not (says or output.finished or output.prefill_stats is not None):
-                    del of_client.outputs[place]  # early text was sent before
-                continue
-            output = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                trace_headers=request.trace_headers,
-            )
-            if add_report(step, output, lists):
-                output.events = request.take_events()
-                output.prefill_stats = self._prefill_stats(request)
-                of_client.outputs.append(output)
-
-    def _prefill_stats(self, request: Request) -> PrefillStats | None:
-        """Return what vLLM reports with the first output of a request."""
-        stats = request.take_prefill_stats()
-        if stats is not None:
-            manager = self.scheduler.kv_cache_manager
-            stats.finalize(manager.estimate_cached_tokens(request))
-        return stats
+def end_step(
+    steps: list[WatchedStep],
+    outputs: dict[int, EngineCoreOutputs],
+    lists: LogprobsLists | None,
+    manager: KVCacheManager,
+) -> None:
+    """Add snapshots, early text and traces to the outputs of a step."""
+    for step in steps:
+        request = step.request
+        of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+        ids = [output.request_id for output in of_client.outputs]
+        if request.request_id in ids:
+            place = ids.index(request.request_id)
+            output = of_client.outputs[place]
+            says = add_report(step, output, lists)
+            if not (says or output.finished or output.prefill_stats is not None):
+                del of_client.outputs[place]  # early text was sent before
+            continue
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            trace_headers=request.trace_headers,
+        )
+        if not add_report(step, output, lists):
+            continue
+        output.events = request.take_events()
+        # As vLLM reports it with the first output of a request.
+        output.prefill_stats = request.take_prefill_stats()
+        if output.prefill_stats is not None:
+            cached = manager.estimate_cached_tokens(request)
+            output.prefill_stats.finalize(cached)
+        of_client.outputs.append(output)
 
 
 def add_report(

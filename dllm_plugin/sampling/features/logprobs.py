@@ -100,7 +100,8 @@ class LogprobStash(StepFeature):
         # vLLM looks up the rows of a request by its place in the batch: no other rows are read.
         offsets_np = np.zeros(step.num_reqs + 1, dtype=np.int64)
         offsets_np[step.index_np[asks_np]] = np.arange(len(asks_np)) * length
-        step.logprobs = EmittedLogprobs(*emitted, offsets_np.tolist())
+        ids, values, ranks = emitted
+        step.logprobs = EmittedLogprobs(ids, values, ranks, offsets_np.tolist())
         self._scored, self._rows = [], []
 
     def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:
