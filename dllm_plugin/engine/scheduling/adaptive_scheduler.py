@@ -46,12 +46,12 @@ class AdaptiveScheduler(LoadScheduler):
             record.is_untold = True
             request.spec_decode_metrics = record.counts
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self._evict(request)
         record = self.records.get(request.request_id)
         if record is not None and record.is_untold:
             request.spec_decode_metrics = None
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     def _evict(self, request: Request) -> None:
         """Evict the pages of a request's generated text from the prefix cache."""

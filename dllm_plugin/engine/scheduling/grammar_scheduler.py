@@ -59,11 +59,11 @@ class GrammarScheduler(ReportingScheduler):
             self._with_grammar.add(request.request_id)
         super().add_request(request)
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self._with_grammar.discard(request.request_id)
         self._prefilled.discard(request.request_id)
         self._grammars.forget(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Let a request wait for its compilation and the search of its first closing."""

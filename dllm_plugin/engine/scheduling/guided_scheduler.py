@@ -70,9 +70,9 @@ class GuidedScheduler(DiffusionScheduler):
         finished = super().finish_requests(request_ids, finished_status)
         return [each for each in finished if not is_unconditional(each.request_id)]
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self._unconditional.discard(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does, no pair of which only one request runs."""

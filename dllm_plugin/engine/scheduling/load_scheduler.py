@@ -127,9 +127,9 @@ class LoadScheduler(DiffusionScheduler):
         self._own: set[str] = set()
         self._reported_changes = 0
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self._own.discard(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     def _context(self) -> int:
         """Return the tokens of context of all requests, by their pages."""

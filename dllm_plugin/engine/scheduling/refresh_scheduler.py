@@ -112,9 +112,9 @@ class RefreshScheduler(GuidedScheduler):
             record.steps = asked.steps
         record.layout = layout_of(asked, start, end, template)
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self.in_flight.forget(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     # One step.
 

@@ -131,19 +131,20 @@ class ReportingScheduler(AsyncScheduler):
                 pack_positions(record.counts, positions)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._forget(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _forget(self, request: Request) -> None:
+        """Drop what is known of a request that ends, and report it."""
         req_id = request.request_id
         record = self.records.pop(req_id, None)
         if record is not None and self.log_stats and not is_unconditional(req_id):
-            ended = EndedRequest(
-                self._reason(request),
-                sum(record.counts.histogram),
-                request.num_output_tokens,
-                unpack_positions(record.counts),
-            )
-            self._ended.append(ended)
+            counts, tokens = record.counts, request.num_output_tokens
+            forwards, positions = sum(counts.histogram), unpack_positions(counts)
+            reason = self._reason(request)
+            self._ended.append(EndedRequest(reason, forwards, tokens, positions))
         self._with_stop_strings.discard(req_id)
         self.watches.pop(req_id, None)
-        return super()._free_request(request, *args, **kwargs)
 
     def _reason(self, request: Request) -> FinishReason:
         """Return why a request ends.

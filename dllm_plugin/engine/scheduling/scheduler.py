@@ -104,13 +104,13 @@ class DiffusionScheduler(GrammarScheduler):
         hidden = config.hidden_token_id
         params.stop_token_ids = stops if hidden is None else [*stops, hidden]
 
-    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+    def _forget(self, request: Request) -> None:
         self._long.discard(request.request_id)
         if self.connector is not None:
             # What is in flight counts as computed, and the last block was not stored.
             stored = max(request.num_prompt_tokens, request.num_tokens - 1)
             request.num_computed_tokens = min(request.num_computed_tokens, stored)
-        return super()._free_request(request, *args, **kwargs)
+        super()._forget(request)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """Take loaded pages as vLLM does, which computes the last position of a prompt again.
