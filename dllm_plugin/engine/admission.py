@@ -87,6 +87,14 @@ class RequestRules(LogitsProcessor):
 # Defaults that vLLM reads from generation_config.json, besides penalties and a length that vLLM
 # refuses at start if no request can have it.
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+NO_PENALTIES = (
+    "The checkpoint's generation_config.json asks for %s, which is not applied: the model's "
+    "own decoding has no penalties."
+)
+WRONG_DEFAULTS = (
+    "The checkpoint's generation_config.json asks for %s, which no request can have: vLLM's "
+    "defaults apply."
+)
 
 
 def leave_out_defaults(model_config: ModelConfig) -> None:
@@ -99,31 +107,22 @@ def leave_out_defaults(model_config: ModelConfig) -> None:
         return
     stored = model_config.try_get_generation_config()
     override = model_config.override_generation_config
-    dropped = []
-    for name, neutral in PENALTIES.items():
-        if name in override or stored.get(name) in (None, neutral):
-            continue
-        override[name] = None
-        dropped.append(f"{name} {stored[name]}")
-    if dropped:
-        logger.warning(
-            "The checkpoint's generation_config.json asks for %s, which is not applied: the "
-            "model's own decoding has no penalties.",
-            ", ".join(dropped),
-        )
-    wrong = []
-    for name in DEFAULTS:
+    penalties, wrong = [], []
+    for name in (*PENALTIES, *DEFAULTS):
         value = stored.get(name)
-        if value is None or name in override or _is_possible(name, value):
+        if value is None or name in override:
+            continue
+        if name not in PENALTIES and not _is_possible(name, value):
+            wrong.append(f"{name} {value!r}")
+        elif name in PENALTIES and value != PENALTIES[name]:
+            penalties.append(f"{name} {value}")
+        else:
             continue
         override[name] = None
-        wrong.append(f"{name} {value!r}")
+    if penalties:
+        logger.warning(NO_PENALTIES, ", ".join(penalties))
     if wrong:
-        logger.warning(
-            "The checkpoint's generation_config.json asks for %s, which no request can have: "
-            "vLLM's defaults apply.",
-            ", ".join(wrong),
-        )
+        logger.warning(WRONG_DEFAULTS, ", ".join(wrong))
 
 
 def _is_possible(parameter: str, value: Any) -> bool:
@@ -222,23 +221,17 @@ class DiffusionRenderer(HfRenderer):
         checked = _CHECKED.get()
         _CHECKED.set(None)
         # Other callers name the parameter that holds the ids, and have checked no request.
-        if checked is not None and kwargs.get("parameter") is None:
-            asked, params = checked
-            vocab_size = self.model_config.get_vocab_size()
-            template = asked.template
-            if template is not None:
-                check_given_tokens(TEMPLATE, template.token_ids, vocab_size)
-            check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
-            _check_thinking(asked, params, config.mask_token_id, vocab_size)
-            check_fits(
-                self.config,
-                self.decode_config,
-                asked,
-                len(token_ids),
-                params.max_tokens,
-            )
-            if params.bad_words or params.allowed_token_ids:
-                self._check_choices(params.clone())
+        if checked is None or kwargs.get("parameter") is not None:
+            return
+        asked, params = checked
+        vocab_size = self.model_config.get_vocab_size()
+        if asked.template is not None:
+            check_given_tokens(TEMPLATE, asked.template.token_ids, vocab_size)
+        check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
+        _check_thinking(asked, params, config.mask_token_id, vocab_size)
+        check_fits(self.config, config, asked, len(token_ids), params.max_tokens)
+        if params.bad_words or params.allowed_token_ids:
+            self._check_choices(params.clone())
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:

@@ -108,15 +108,9 @@ def width_metrics() -> tuple[Histogram, Counter, dict[str, Gauge]]:
             f"diffuplug:{name}", documentation, LABELS, multiprocess_mode="mostrecent"
         )
     buckets = [float(width) for width in WIDTHS]
-    return (
-        Histogram(
-            "diffuplug:width", "Canvas positions of a step.", LABELS, buckets=buckets
-        ),
-        Counter(
-            "diffuplug:width_changes", "How often another width was chosen.", LABELS
-        ),
-        gauges,
-    )
+    what, changes = "Canvas positions of a step.", "How often another width was chosen."
+    width = Histogram("diffuplug:width", what, LABELS, buckets=buckets)
+    return width, Counter("diffuplug:width_changes", changes, LABELS), gauges
 
 
 def observe_width(step: StepWidth, labels: list[object]) -> None:
@@ -142,16 +136,13 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
     ) -> None:
         model_config = vllm_config.model_config
-        self.enabled = (
-            model_config is not None
-            and model_config.architecture in ARCHITECTURES
-            and is_ours(vllm_config)
-        )
         self._prom: SpecDecodingProm | None = None
         self._has_widths = False
         self._log = StepLog()
         self._labels: dict[int, list[object]] = {}
-        if self.enabled:
+        if model_config is None or model_config.architecture not in ARCHITECTURES:
+            return
+        if is_ours(vllm_config):
             method = get_decode_config(vllm_config).method
             self._has_widths = method.floats or method.drafted is not None
             for index in engine_indexes or [0]:
@@ -159,7 +150,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Register the counters, labelled as all other vLLM metrics are."""
-        if not self.enabled or self._prom is not None:
+        if not self._labels or self._prom is not None:
             return
         self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
         # Zeros are shown before the first request ends.

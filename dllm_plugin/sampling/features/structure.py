@@ -49,21 +49,24 @@ class StructureEdits(StepFeature):
             temperature: vLLM's table of temperatures by slot.
             greedy: the method of the Proposer.
         """
-        num_slots, device = len(states.open_N), states.device
         super().__init__(states)
         self.temperature, self.greedy = temperature, greedy
-        length = states.config.block_length
+        length, num_slots = states.config.block_length, self.num_slots
+
+        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
+            return torch.zeros(num_slots, *width, dtype=dtype, device=self.device)
+
         self.tables = Rounds(
-            torch.zeros(num_slots, dtype=torch.int64, device=device),
-            torch.zeros(num_slots, dtype=torch.int64, device=device),
-            torch.zeros(num_slots, dtype=torch.bool, device=device),
-            torch.zeros(num_slots, length, dtype=torch.bool, device=device),
-            torch.zeros(num_slots, ROUNDS, dtype=torch.int64, device=device),
+            zeros(torch.int64),
+            zeros(torch.int64),
+            zeros(torch.bool),
+            zeros(torch.bool, length),
+            zeros(torch.int64, ROUNDS),
         )
         states.companions += self.tables
         generator = torch.Generator().manual_seed(HASH_SEED)
         factor_B = torch.randint(-(2**62), 2**62, (length,), generator=generator)
-        self.factor_B = (2 * factor_B + 1).to(device)
+        self.factor_B = (2 * factor_B + 1).to(self.device)
         self._rounds: Rounds | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
@@ -83,17 +86,15 @@ class StructureEdits(StepFeature):
         requests, slots_R = self.states.requests, step.slots_R
         if self.temperature.np[step.slots_np].any():
             self._edit_greedily(step)
-        limits = Limits(
-            requests.steps.gpu[slots_R].to(torch.int64),
-            requests.number("max_post_steps", slots_R).to(torch.int64),
-        )
+        steps_R = requests.steps.gpu[slots_R].to(torch.int64)
+        post_R = requests.number("max_post_steps", slots_R).to(torch.int64)
         step.plan, step.proposal, step.unmask_RC, self._rounds = take_round(
             step.canvas,
             step.plan,
             step.proposal,
             step.unmask_RC,
             self._of(slots_R),
-            limits,
+            Limits(steps_R, post_R),
             self._tokens(step),
         )
 
@@ -105,16 +106,16 @@ class StructureEdits(StepFeature):
         token_T = torch.zeros(step.num_rows, dtype=torch.int64, device=rows_T.device)
         sure_T = torch.zeros(step.num_rows, device=rows_T.device)
         token_T[rows_T], sure_T[rows_T] = stats.token_T, stats.confidence_T
-        edits_RC = step.plan.editable_RC
-        source_RC, drawn = step.source_RC, step.proposal
+        edits_RC, source_RC = step.plan.editable_RC, step.source_RC
+        token_RC, sure_RC = token_T[source_RC], sure_T[source_RC]
+        drawn = step.proposal
         step.proposal = drawn._replace(
-            token_RC=torch.where(edits_RC, token_T[source_RC], drawn.token_RC),
-            confidence_RC=torch.where(edits_RC, sure_T[source_RC], drawn.confidence_RC),
+            token_RC=token_RC.where(edits_RC, drawn.token_RC),
+            confidence_RC=sure_RC.where(edits_RC, drawn.confidence_RC),
         )
         settings = self.states.requests.policy_settings(step.slots_R)
-        step.unmask_RC = round_threshold(
-            step.plan, step.canvas, step.proposal, settings
-        )
+        decided = (step.plan, step.canvas, step.proposal, settings)
+        step.unmask_RC = round_threshold(*decided)
 
     def commit(self, step: DenoisingStep) -> None:
         """Store the rounds, before the canvases move on."""
