@@ -136,6 +136,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
     ) -> None:
         model_config = vllm_config.model_config
+        self.enabled = False
         self._prom: SpecDecodingProm | None = None
         self._has_widths = False
         self._log = StepLog()
@@ -143,6 +144,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
         if model_config is None or model_config.architecture not in ARCHITECTURES:
             return
         if is_ours(vllm_config):
+            self.enabled = True
             method = get_decode_config(vllm_config).method
             self._has_widths = method.floats or method.drafted is not None
             for index in engine_indexes or [0]:
@@ -150,7 +152,7 @@ class DenoisingMetrics(AggregateStatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Register the counters, labelled as all other vLLM metrics are."""
-        if not self._labels or self._prom is not None:
+        if not self.enabled or self._prom is not None:
             return
         self._prom = SpecDecodingProm(None, LABELS, self._labels, is_diffusion=True)
         # Zeros are shown before the first request ends.
