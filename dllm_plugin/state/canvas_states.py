@@ -91,10 +91,11 @@ class CanvasStates:
         self.templates = Templates(self.canvas_NC)
         self.floating: FloatingView | None = None
         if config.method.floats:
-            self.floating = FloatingView(
-                config, self.canvas_NC, self.start_N, self.requests
-            )
-        self.counter_N = self.block_step_N if config.restarts_blocks else self.step_N
+            canvas = self.canvas_NC, self.start_N
+            self.floating = FloatingView(config, *canvas, self.requests)
+        self.counter_N = self.step_N
+        if config.restarts_blocks:
+            self.counter_N = self.block_step_N
         if config.method.verifies:
             # Random numbers by position alone: a text does not depend on what was drafted.
             self.counter_N = torch.zeros_like(self.step_N)
@@ -155,7 +156,8 @@ class CanvasStates:
         tokens = known[start:]
         if template is not None:
             first = len(known) - len(prompt)
-            tokens = list(template.token_ids[first : first + self.num_positions])
+            last = first + self.num_positions
+            tokens = list(template.token_ids[first:last])
         for place, token in enumerate(tokens):
             if token != FILL:
                 self._given.append((slot, place, token))
@@ -178,9 +180,12 @@ class CanvasStates:
             return slot
         cached = self.requests.uses("use_block_cache", np.array([slot]))
         restarts = self.config.method.full_attention or cached
-        if self.early_text_np[slot] or not restarts:
-            rows = tuple(table[slot].clone() for table in self._rows)
-            self.preempted.keep(req_id, self._sent_run(rows) if restarts else rows)
+        if restarts and not self.early_text_np[slot]:
+            return slot
+        rows = tuple(table[slot].clone() for table in self._rows)
+        if restarts:
+            rows = self._sent_run(rows)
+        self.preempted.keep(req_id, rows)
         return slot
 
     def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -211,9 +216,9 @@ class CanvasStates:
 
     def _upload(self, rows: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
         """Copy staged rows to the device, as columns, and clear them."""
-        staged = async_tensor_h2d(np.array(rows, dtype=np.int64), device=self.device)
+        rows_np = np.array(rows, dtype=np.int64)
         rows.clear()
-        return staged.unbind(1)
+        return async_tensor_h2d(rows_np, device=self.device).unbind(1)
 
     def view(self, slots_R: Tensor, num_computed_R: Tensor) -> tuple[Canvas, Tensor]:
         """Gather the canvases of a step.
@@ -311,7 +316,8 @@ class CanvasStates:
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""
         first_R = self.start_N[slots_R] - self.requests.origin.gpu[slots_R]
-        return self.templates.given(slots_R, first_R[:, None] + self.position_C)
+        place_RC = first_R[:, None] + self.position_C
+        return self.templates.given(slots_R, place_RC)
 
     def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Return, on the host, where the refresh after the block at `start` begins."""
@@ -340,7 +346,8 @@ class CanvasStates:
         moved_RC = moved_RC.masked_fill(from_RC >= length, self.mask_id)
         self.canvas_NC[slots_R] = moved_RC
 
-        from_RS = torch.arange(blocks, device=self.device) + plan.num_stored_R[:, None]
+        slot_S = torch.arange(blocks, device=self.device)
+        from_RS = slot_S + plan.num_stored_R[:, None]
         full_RS = plan.full_RS.gather(1, from_RS.clamp_max(blocks - 1))
         self.full_NS[slots_R] = full_RS & (from_RS < blocks)
         self.open_N[slots_R] = plan.open_R - plan.num_stored_R.to(torch.int32)
@@ -348,12 +355,13 @@ class CanvasStates:
         self.ended_N[slots_R] = ended_R
         denoised_R = plan.active_RS.any(dim=1)
         # Only steps of the first unfinished block are counted.
-        first_R = leading(~plan.active_RS) + 1
-        behind_R1 = (first_R * self.requests.block_length.gpu[slots_R])[:, None]
-        left_RC = plan.candidates_RC & ~outcome.unmask_RC & (position_C < behind_R1)
-        unfinished_R = left_RC.any(dim=1)
-        block_step_R = self._step(slots_R, plan) + denoised_R.to(torch.int32)
-        self.block_step_N[slots_R] = block_step_R.where(unfinished_R | ~denoised_R, 0)
+        length_R = self.requests.block_length.gpu[slots_R]
+        stop_R = (leading(~plan.active_RS) + 1) * length_R
+        left_RC = plan.candidates_RC & ~outcome.unmask_RC
+        left_RC &= position_C < stop_R[:, None]
+        goes_on_R = left_RC.any(dim=1) | ~denoised_R
+        step_R = self._step(slots_R, plan) + denoised_R.to(torch.int32)
+        self.block_step_N[slots_R] = step_R.where(goes_on_R, 0)
         self.start_N[slots_R] += moved_R
         self.tail_N[slots_R] = (self.tail_N[slots_R] - moved_R).clamp_min(0)
         waits_R = plan.checks_R & (plan.num_stored_R == 0)

@@ -37,10 +37,9 @@ class FloatingView:
 
     def rules(self, context: int) -> Rules:
         """Return the layout rules shared by all canvases."""
-        on_grid = self.config.family.absolute_grid
-        return Rules(
-            self.config.block_length, on_grid, context, self.config.mask_token_id
-        )
+        config = self.config
+        on_grid = config.family.absolute_grid
+        return Rules(config.block_length, on_grid, context, config.mask_token_id)
 
     def slots(
         self, slots_R: Tensor, num_computed_R: Tensor, context: int
@@ -51,7 +50,8 @@ class FloatingView:
         canvas_RC = self.canvas_NC[slots_R]
         found = split(canvas_RC, texts, num_computed_R, rules)
         ends_RB = stops(found, num_computed_R, rules.length, self.num_slots - 1)
-        size_RS = ends_RB.diff(dim=1, prepend=torch.zeros_like(ends_RB[:, :1]))[:, :-1]
+        zero_R1 = torch.zeros_like(ends_RB[:, :1])
+        size_RS = ends_RB.diff(dim=1, prepend=zero_R1)[:, :-1]
         block_RC = block_slots(
             *found,
             num_computed_R,
@@ -71,16 +71,19 @@ class FloatingView:
         stops_RK: np.ndarray,
     ) -> np.ndarray:
         """Return the stops of prefills, with those of resumed texts at the ends of their pieces."""
-        grid, length = self.config.family.absolute_grid, self.config.block_length
+        length = self.config.block_length
         borders = {}
         for i in np.flatnonzero(is_prefill).tolist():
             pieces = self.pieces[int(slots[i])]
-            if len(pieces) > 1:
-                whole = np.arange(length, pieces[0], length) if grid else pieces[:0]
-                borders[i] = np.concatenate([whole, pieces])
+            if len(pieces) < 2:
+                continue
+            whole = pieces[:0]
+            if self.config.family.absolute_grid:
+                whole = np.arange(length, pieces[0], length)
+            borders[i] = np.concatenate([whole, pieces])
         if not borders:
             return stops_RK
-        most = max(stops_RK.shape[1], *(len(border) for border in borders.values()))
+        most = max(stops_RK.shape[1], *map(len, borders.values()))
         padding = ((0, 0), (0, most - stops_RK.shape[1]))
         stops_RK = np.pad(stops_RK, padding, mode="edge")
         for i, border in borders.items():

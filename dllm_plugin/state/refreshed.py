@@ -44,7 +44,8 @@ def write_reordered(batch: "InputBatch", states: CanvasStates) -> None:
     """Write tokens and positions of canvases in the order of their rows; slots stay by row."""
     if not count_canvases(batch):
         return
-    place_T, slot_T = _positions_of_rows(batch, states), batch.expanded_idx_mapping
+    slot_T = batch.expanded_idx_mapping
+    place_T = _positions_of_rows(batch, states)
     count, ids, positions = len(place_T), batch.input_ids, batch.positions
     ids[:count] = states.canvas_NC[slot_T, place_T].to(ids.dtype)
     positions[:count] = (states.start_N[slot_T] + place_T).to(positions.dtype)
@@ -77,12 +78,14 @@ def _write(
     """
     if not counts.any():
         return
-    slots, known_NL, ids = batch.idx_mapping_np, all_token_ids_NL, batch.input_ids
-    offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    known_NL, ids = all_token_ids_NL, batch.input_ids
+    before = np.repeat(counts.cumsum() - counts, counts)
+    offset = np.arange(len(before)) - before
     rows = np.repeat(first_row, counts) + offset
     positions = np.repeat(first, counts) + offset
-    packed = np.stack([rows, positions, np.repeat(slots[: batch.num_reqs], counts)])
+    slots = np.repeat(batch.idx_mapping_np[: batch.num_reqs], counts)
+    packed = np.stack([rows, positions, slots])
     # vLLM's warm-up computes positions after the context.
     packed = packed[:, positions < known_NL.shape[1]].astype(np.int64)
-    row_T, position_T, slot_T = async_tensor_h2d(packed, device=known_NL.device)
-    ids[row_T] = known_NL[slot_T, position_T].to(ids.dtype)
+    row_T, place_T, slot_T = async_tensor_h2d(packed, device=known_NL.device)
+    ids[row_T] = known_NL[slot_T, place_T].to(ids.dtype)

@@ -76,7 +76,8 @@ class RequestTable:
         self.config = config
         self.prompt_len_np = np.zeros(num_slots, dtype=np.int64)
         empty = (0, 0, config.block_length, 1, NO_LIMIT, NO_LIMIT, NO_TEMPLATE)
-        self.layouts_np = np.tile(np.array(empty, dtype=np.int64), (num_slots, 1))
+        row_np = np.array(empty, dtype=np.int64)
+        self.layouts_np = np.tile(row_np, (num_slots, 1))
         self._tables: list[SlotTable] = []
 
         def table(size: Any, dtype: torch.dtype = torch.int64) -> SlotTable:
@@ -131,7 +132,8 @@ class RequestTable:
         numbers = [float(getattr(request, name) or 0) for name in COLUMNS]
         for column, name in enumerate(COLUMNS):
             if params.temperature > 0 and name in GREEDY_FILTERS:
-                numbers[column] = _off(name)  # vLLM's own filters are in force here
+                # vLLM's own filters are in force here.
+                numbers[column] = _off(name)
             if numbers[column] != _off(name):
                 self.asked.add(name)
         self.numbers.write(slot, numbers)
@@ -147,7 +149,8 @@ class RequestTable:
 
     def policies(self, slots_np: np.ndarray) -> set[str]:
         """Return the names of the policies of the given slots."""
-        return {POLICY_NAMES[i] for i in set(self.policy.np[slots_np].tolist())}
+        numbers = set(self.policy.np[slots_np].tolist())
+        return {POLICY_NAMES[i] for i in numbers}
 
     def uses(self, name: str, slots_np: np.ndarray) -> bool:
         """Return whether one of the given slots has set an option that is off by default."""
@@ -253,6 +256,8 @@ class Templates:
         """Return the start of the first block with a gap, from answer position `place` on."""
         if self.table is None or not self.has_np[slots_np].any():
             return place
-        is_gap = ~self.table.np[slots_np] & (np.arange(self.shape[1]) >= place[:, None])
+        is_gap = ~self.table.np[slots_np]
+        is_gap &= np.arange(self.shape[1]) >= place[:, None]
         start = is_gap.argmax(axis=1) // block_length * block_length
-        return np.where(self.has_np[slots_np] & is_gap.any(axis=1), start, place)
+        has_gap = self.has_np[slots_np] & is_gap.any(axis=1)
+        return np.where(has_gap, start, place)

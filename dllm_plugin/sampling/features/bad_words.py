@@ -76,9 +76,8 @@ class WordTable:
             return
         most, device = MAX_WORDS_TOKENS, self.device
         if self.tokens_NX is None:
-            self.tokens_NX = torch.full(
-                (len(self.count_np), most), UNUSED, dtype=torch.int32, device=device
-            )
+            shape = (len(self.count_np), most)
+            self.tokens_NX = torch.full(shape, UNUSED, dtype=torch.int32, device=device)
         rows_np = np.full((len(self._new), most), UNUSED, dtype=np.int32)
         for i, row_np in enumerate(self._new.values()):
             rows_np[i, : len(row_np)] = row_np
@@ -91,11 +90,13 @@ class WordTable:
         """Return the words of some slots, int32 ``[R, W, L]``, UNUSED after their last word."""
         assert self.tokens_NX is not None
         counts_np, lengths_np = self.count_np[slots_np], self.length_np[slots_np]
-        sizes = async_tensor_h2d(np.stack([counts_np, lengths_np]), device=self.device)
+        sizes_np = np.stack([counts_np, lengths_np])
+        sizes = async_tensor_h2d(sizes_np, device=self.device)
         count_R11, length_R11 = sizes[:, :, None, None]
         word_W1 = torch.arange(int(counts_np.max()), device=self.device)[:, None]
         place_L = torch.arange(int(lengths_np.max()), device=self.device)
-        index_RWL = (word_W1 * length_R11 + place_L).clamp_max(MAX_WORDS_TOKENS - 1)
+        index_RWL = word_W1 * length_R11 + place_L
+        index_RWL = index_RWL.clamp_max(MAX_WORDS_TOKENS - 1)
         words_RX = self.tokens_NX[slots_R].gather(1, index_RWL.flatten(1))
         exists_RWL = (word_W1 < count_R11) & (place_L < length_R11)
         return words_RX.view(index_RWL.shape).where(exists_RWL, UNUSED)
@@ -187,7 +188,8 @@ class BadWords(StepFeature):
             hole = _last(used)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
-        token_RAW = words_R1WL.expand_as(hole).gather(3, place_RAW[..., None])[..., 0]
+        words_RAWL = words_R1WL.expand_as(hole)
+        token_RAW = words_RAWL.gather(3, place_RAW[..., None])[..., 0]
         # Alignment a, offset k is canvas position a + k - (L - 1).
         alignment_A1 = torch.arange(hole.shape[1], device=self.device)[:, None]
         position_RAW = place_RAW + alignment_A1 - (hole.shape[3] - 1)
@@ -227,7 +229,8 @@ class BadWords(StepFeature):
             kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
             edits_RC = asked_RC & (tokens_RC != self.mask_id)
             reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
-            without_RC = _kept(words, tokens_RC, token_RC, asked_RC & ~edits_RC)
+            new_RC = asked_RC & ~edits_RC
+            without_RC = _kept(words, tokens_RC, token_RC, new_RC)
             left_RC = torch.where(reverts_R1, without_RC, kept_RC)
             step.unmask_RC = step.unmask_RC.index_copy(0, which_R, left_RC)
 
@@ -251,7 +254,8 @@ def _align(words: StepWords, tokens_RC: Tensor) -> tuple[Tensor, Tensor, Tensor]
 def _last(used: Tensor) -> Tensor:
     """Return the last token of each word, bool ``[R, A, W, L]``; words have no gaps."""
     length_RAW1 = used.sum(dim=-1, keepdim=True)
-    return torch.arange(1, used.shape[3] + 1, device=used.device) == length_RAW1
+    stop_L = torch.arange(1, used.shape[3] + 1, device=used.device)
+    return stop_L == length_RAW1
 
 
 def _kept(

@@ -63,7 +63,8 @@ class FirstTokenDecoder(StepFeature):
         tokens_RC, plan = step.tokens_RC, step.plan
         place_R = plan.num_committed_R.to(torch.int64)
         hole_R1 = tokens_RC.new_full((len(tokens_RC), 1), self.mask_id)
-        canvas = step.canvas._replace(tokens_RC=torch.cat([tokens_RC, hole_R1], dim=1))
+        tokens_RC = torch.cat([tokens_RC, hole_R1], dim=1)
+        canvas = step.canvas._replace(tokens_RC=tokens_RC)
         rows = self._rows(canvas, step.slots_R, step.slots_np, place_R)
         logits_TV = step.chunks[0].logits_XV
         stats = self._propose(rows, place_R, logits_TV, step.last_row_R)
@@ -81,7 +82,8 @@ class FirstTokenDecoder(StepFeature):
         first, last = count_canvases(batch), batch.num_reqs
         num_rows = logits_TV.shape[0] - batch.num_draft_tokens
         if num_rows != last - first or first == last:
-            return emitted  # nothing was prefilled, or these are rows of a warm-up
+            # Nothing was prefilled, or these are rows of a warm-up.
+            return emitted
         logits_RV = logits_TV[batch.num_draft_tokens :]
         self._decide_after_prefill(logits_RV, batch, emitted.broken_R[first:last])
         if self.method.accept is not None and self.checks.payload is not None:
@@ -151,7 +153,8 @@ class FirstTokenDecoder(StepFeature):
     def _write(self, slots_R: Tensor, token_R: Tensor, take_R: Tensor) -> None:
         """Write tokens to the first position of the canvases of `take_R`."""
         canvas_NC = self.states.canvas_NC
-        canvas_NC[slots_R, 0] = torch.where(take_R, token_R, canvas_NC[slots_R, 0])
+        before_R = canvas_NC[slots_R, 0]
+        canvas_NC[slots_R, 0] = torch.where(take_R, token_R, before_R)
         self.logprobs.write_first(slots_R, take_R)
 
 

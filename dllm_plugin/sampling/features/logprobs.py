@@ -45,7 +45,8 @@ class LogprobStash(StepFeature):
             return False
         self.num_logprobs_np[slot] = most if wanted < 0 else wanted
         if self.tables is None:
-            shape, device = (self.num_slots, self.num_positions, most + 1), self.device
+            device = self.device
+            shape = (self.num_slots, self.num_positions, most + 1)
             self.tables = (
                 torch.zeros(shape, dtype=torch.int32, device=device),
                 torch.zeros(shape, dtype=torch.float32, device=device),
@@ -84,24 +85,28 @@ class LogprobStash(StepFeature):
         source_RC, slots_R = step.source_RC[asks_R], step.slots_R[asks_R]
         unmask_RC = step.outcome.unmask_RC[asks_R]
         emit_RC = step.emit_RC[asks_R]
-        moved_R1 = step.outcome.num_committed_R[asks_R].to(torch.int64)[:, None]
-        next_RC = (self.position_C + moved_R1).clamp_max(length - 1)
+        moved_R = step.outcome.num_committed_R[asks_R]
+        next_RC = self.position_C + moved_R.to(torch.int64)[:, None]
+        next_RC = next_RC.clamp_max(length - 1)
         scored = zip(*self._scored, strict=True)
         emitted = []
         for place, table in enumerate(self._used_tables()):
-            new = scatter_rows(next(scored), self._rows, step.num_rows)[source_RC]
+            found = scatter_rows(next(scored), self._rows, step.num_rows)
+            new = found[source_RC]
             now = new.where(_like(unmask_RC, new), table[slots_R])
             if step.given_RC is not None:
                 token_RC1 = step.tokens_RC[asks_R, :, None].to(torch.int32)
                 certain = (token_RC1, 0.0, 1)[place]
-                now = torch.where(_like(step.given_RC[asks_R], now), certain, now)
+                given = _like(step.given_RC[asks_R], now)
+                now = torch.where(given, certain, now)
             table[slots_R] = now.gather(1, _like(next_RC, now))
             emitted.append(now.gather(1, _like(emit_RC, now)).flatten(0, 1))
         # vLLM looks up the rows of a request by its place in the batch: no other rows are read.
         offsets_np = np.zeros(step.num_reqs + 1, dtype=np.int64)
         offsets_np[step.index_np[asks_np]] = np.arange(len(asks_np)) * length
+        offsets = offsets_np.tolist()
         ids, values, ranks = emitted
-        step.logprobs = EmittedLogprobs(ids, values, ranks, offsets_np.tolist())
+        step.logprobs = EmittedLogprobs(ids, values, ranks, offsets)
         self._scored, self._rows = [], []
 
     def write_first(self, slots_R: Tensor, take_R: Tensor) -> None:
@@ -113,15 +118,20 @@ class LogprobStash(StepFeature):
         scored = zip(*self._scored, strict=True)
         for table, pieces in zip(self._used_tables(), scored, strict=True):
             values, before = torch.cat(pieces), table[slots_R, 0]
-            table[slots_R, 0] = torch.where(_like(take_R, values), values, before)
+            now = values.where(_like(take_R, values), before)
+            table[slots_R, 0] = now
         self._scored, self._rows = [], []
 
     def _used_tables(self) -> list[Tensor]:
         """Return the tables, cut to the columns that the requests of this step fill."""
         assert self.tables is not None
-        return [t if t.dim() == 2 else t[:, :, : self._columns] for t in self.tables]
+        ids, values, ranks = self.tables
+        count = self._columns
+        return [ids[:, :, :count], values[:, :, :count], ranks]
 
 
 def _like(value: Tensor, other: Tensor) -> Tensor:
     """Return `value`, which is per position, repeated for each column that `other` has."""
-    return value if value.dim() == other.dim() else value[..., None].expand_as(other)
+    if value.dim() == other.dim():
+        return value
+    return value[..., None].expand_as(other)

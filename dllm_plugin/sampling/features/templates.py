@@ -37,9 +37,9 @@ class TemplateSteps(StepFeature):
 
     def commit(self, step: DenoisingStep) -> None:
         """Commit blocks that are given as a whole."""
-        step.outcome = commit_given(
-            step.canvas, step.outcome, step.tokens_RC, step.remaining_R, self.mask_id
-        )
+        canvas, outcome, tokens_RC = step.canvas, step.outcome, step.tokens_RC
+        given = commit_given(canvas, outcome, tokens_RC, step.remaining_R, self.mask_id)
+        step.outcome = given
 
 
 class Targets(StepFeature):
@@ -73,7 +73,8 @@ class Targets(StepFeature):
         The one forward of such a request has its whole template on the canvas.
         """
         assert self.targets is not None
-        target_T = self.targets.gpu[chunk.slot_T, chunk.offset_T.to(torch.int64)]
+        place_T = chunk.offset_T.to(torch.int64)
+        target_T = self.targets.gpu[chunk.slot_T, place_T]
         has_T = target_T != NO_TARGET
         stats.token_T.copy_(target_T.where(has_T, stats.token_T))
         stats.confidence_T.masked_fill_(has_T, 1.0)

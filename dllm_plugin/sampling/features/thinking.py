@@ -32,7 +32,7 @@ class ThinkingBudget(StepFeature):
         super().__init__(states)
         self.token = self.staged_table(self.num_slots, torch.int64)
         self.budget = self.staged_table(self.num_slots, torch.int64)
-        self.ended_N = torch.zeros(self.num_slots, dtype=torch.bool, device=self.device)
+        self.ended_N = torch.zeros_like(states.ended_N)
         states.companions.append(self.ended_N)
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
@@ -47,13 +47,14 @@ class ThinkingBudget(StepFeature):
 
     def accept(self, step: DenoisingStep) -> None:
         """Replace the first token of the next block if the budget is spent there."""
-        slots_R, kept_R = step.slots_R, step.plan.num_committed_R.to(torch.int64)
+        slots_R, plan = step.slots_R, step.plan
+        kept_R = plan.num_committed_R.to(torch.int64)
         token_R1 = self.token.gpu[slots_R][:, None]
         is_end_RC = step.canvas.tokens_RC == token_R1
         is_end_RC &= self.position_C < kept_R[:, None]
         self.ended_N[slots_R] |= is_end_RC.any(dim=1)
         place_R = self._place(slots_R, self.states.start_N[slots_R] + kept_R)
-        spent_R = (place_R == 0) & (step.plan.num_stored_R > 0)
+        spent_R = (place_R == 0) & (plan.num_stored_R > 0)
         first_RC = (self.position_C == kept_R[:, None]) & spent_R[:, None]
         token_RC = torch.where(first_RC, token_R1, step.proposal.token_RC)
         step.proposal = step.proposal._replace(token_RC=token_RC)
@@ -67,7 +68,8 @@ class ThinkingBudget(StepFeature):
         place_R = self._place(slots_R, states.start_N[slots_R])
         most_R = states.requests.block_length.gpu[slots_R]
         if self.method.verifies:
-            most_R = torch.ones_like(most_R)  # a draft is not written beforehand
+            # A draft is not written beforehand.
+            most_R = torch.ones_like(most_R)
         writes_R = place_R < most_R
         where = slots_R, place_R.clamp_max(self.num_positions - 1)
         before_R, token_R = states.canvas_NC[where], self.token.gpu[slots_R]
@@ -77,6 +79,7 @@ class ThinkingBudget(StepFeature):
     def _place(self, slots_R: Tensor, start_R: Tensor) -> Tensor:
         """Return how many positions after `start` budgets end; the context if they do not."""
         origin_R = self.states.requests.origin.gpu[slots_R]
-        place_R = (self.budget.gpu[slots_R] - (start_R - origin_R)).clamp_min(0)
+        left_R = self.budget.gpu[slots_R] - (start_R - origin_R)
+        place_R = left_R.clamp_min(0)
         has_R = (self.token.gpu[slots_R] != NO_TOKEN) & ~self.ended_N[slots_R]
         return place_R.where(has_R, self.states.max_model_len)

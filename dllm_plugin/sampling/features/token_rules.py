@@ -70,9 +70,8 @@ class TokenRules(StepFeature):
         # `min_tokens` also bans an EOS that `ignore_eos` keeps from ending the request.
         early_only = params.all_stop_token_ids - ends
         # The mask id marks masked positions, and no position can have an id that does not exist.
-        ends = {i for i in ends if self._exists(i)}
-        stop_ids = [*ends, *(EARLY_ONLY - i for i in early_only if self._exists(i))]
-        return stop_ids[:MAX_STOPS]
+        early = [EARLY_ONLY - i for i in early_only if self._exists(i)]
+        return [*filter(self._exists, ends), *early][:MAX_STOPS]
 
     def _exists(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size and token_id != self.mask_id
@@ -144,15 +143,19 @@ class TokenRules(StepFeature):
         position_T = self.states.start_N[slot_T] + chunk.offset_T + chunk.shift
         is_early_T1 = (position_T < self.min_end.gpu[slot_T])[:, None]
         early_TK = is_early_T1 & (stop_TK != UNUSED)
-        stop_TK = torch.where(stop_TK <= EARLY_ONLY, EARLY_ONLY - stop_TK, stop_TK)
+        only_early_TK = stop_TK <= EARLY_ONLY
+        stop_TK = torch.where(only_early_TK, EARLY_ONLY - stop_TK, stop_TK)
         # An id that is not banned is replaced by the mask token, which is banned everywhere.
         stop_TK = stop_TK.where(early_TK, self.mask_id)
         banned = logits_XV.new_full((), NEGATIVE_INFINITY)
-        logits_XV.index_put_((source_T.to(torch.int64)[:, None], stop_TK), banned)
+        row_T1 = source_T.to(torch.int64)[:, None]
+        logits_XV.index_put_((row_T1, stop_TK), banned)
 
     def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
         """Return the positions whose token ends the request, bool ``[R, C]``."""
-        return (tokens_RC[:, :, None] == self.stop.gpu[slots_R][:, None, :]).any(dim=-1)
+        stop_RK = self.stop.gpu[slots_R]
+        is_stop_RCK = tokens_RC[:, :, None] == stop_RK[:, None, :]
+        return is_stop_RCK.any(dim=-1)
 
 
 class EosBans:

@@ -57,12 +57,14 @@ class WatchedRows(StepFeature):
         moved_W1 = outcome.num_committed_R[places_W].to(torch.int64)[:, None]
         from_WC = self.position_C + moved_W1
         moved_WC = now_WC.gather(1, from_WC.clamp_max(length - 1))
-        self.confidence_NC[slots_W] = moved_WC.masked_fill(from_WC >= length, 0.0)
+        moved_WC = moved_WC.masked_fill(from_WC >= length, 0.0)
+        self.confidence_NC[slots_W] = moved_WC
         # In the order in which they are emitted: after the part that belongs to the prompt.
         emit_WC = step.emit_RC[places_W]
         ids_WC = step.tokens_RC[places_W].gather(1, emit_WC)
         tail_W1 = step.canvas.tail_R[places_W][:, None]
-        no_token_WC = (self.position_C + tail_W1 >= length) | (ids_WC == self.mask_id)
+        no_token_WC = self.position_C + tail_W1 >= length
+        no_token_WC |= ids_WC == self.mask_id
         self._rows = (
             ids_WC.masked_fill(no_token_WC, NO_TOKEN),
             now_WC.gather(1, emit_WC),
