@@ -32,7 +32,8 @@ from dllm_plugin.grammar.verified import RowCheck, RowsPayload, pack_rows
 logger = init_logger("vllm.dllm_plugin")
 
 IDLE_SECONDS = 0.001
-NO_BITS = np.zeros((0, 0), dtype=np.int32)  # of a step without a canvas to check
+# Of a step without a canvas to check.
+NO_BITS = np.zeros((0, 0), dtype=np.int32)
 
 
 class GrammarScheduler(ReportingScheduler):
@@ -123,7 +124,9 @@ class GrammarScheduler(ReportingScheduler):
             in_step = req_id in output.scheduled_spec_decode_tokens
             if grammar.state.ended or (grammar.is_kept and not in_step):
                 continue
-            canvas = grammar.canvas if in_step or not self._predicts_first else []
+            canvas = grammar.canvas
+            if self._predicts_first and not in_step:
+                canvas = []
             try:
                 checks[req_id] = grammar, grammar.state.check(canvas)
                 # A canvas that survives preemption goes on unchanged.
@@ -173,7 +176,8 @@ class GrammarScheduler(ReportingScheduler):
             place = results.req_id_to_index[req_id]
             emitted = len(results.sampled_token_ids[place])
             in_step = req_id in output.scheduled_spec_decode_tokens
-            canvas = canvases[req_id] if in_step or self._predicts_first else []
+            kept = in_step or self._predicts_first
+            canvas = canvases[req_id] if kept else []
             self._keep_canvas(req_id, num_tokens, emitted, canvas)
         if self._refused:
             for of_client in outputs.values():
@@ -206,7 +210,8 @@ class GrammarScheduler(ReportingScheduler):
             # The first block begins inside the prompt.
             tail = num_tokens % self.records[req_id].length
         for token in canvas[emitted : len(canvas) - tail]:
-            grammar.canvas.append(-1 if token == config.mask_token_id else token)
+            is_mask = token == config.mask_token_id
+            grammar.canvas.append(-1 if is_mask else token)
 
 
 def _grammar_of(request: Request | None) -> Any:

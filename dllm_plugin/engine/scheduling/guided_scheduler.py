@@ -64,9 +64,12 @@ class GuidedScheduler(DiffusionScheduler):
     ) -> list[Request]:
         """Finish as vLLM does; hidden requests end with theirs and are not reported."""
         if request_ids is not None:
-            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-            hidden = map(pack_unconditional, ids)
-            request_ids = [*ids, *(i for i in hidden if i in self.requests)]
+            if isinstance(request_ids, str):
+                request_ids = [request_ids]
+            request_ids = list(request_ids)
+            for hidden in map(pack_unconditional, tuple(request_ids)):
+                if hidden in self._unconditional:
+                    request_ids.append(hidden)
         finished = super().finish_requests(request_ids, finished_status)
         return [each for each in finished if not is_unconditional(each.request_id)]
 
@@ -108,10 +111,12 @@ class GuidedScheduler(DiffusionScheduler):
 
     def _make_urgent(self, request: Request) -> None:
         """Make a request, and the other one of its pair, as urgent as any that runs."""
-        request.priority = min([request.priority, *(r.priority for r in self.running)])
-        other = self.requests.get(self._other_of_pair(request.request_id) or "")
-        if other is None:
+        for running in self.running:
+            request.priority = min(request.priority, running.priority)
+        other_id = self._other_of_pair(request.request_id)
+        if other_id is None:
             return
+        other = self.requests[other_id]
         other.priority = request.priority
         if other in list(self.waiting):  # which is sorted by priority
             self.waiting.remove_request(other)
@@ -145,7 +150,10 @@ class GuidedScheduler(DiffusionScheduler):
         if widowed:
             self.finish_requests(widowed, RequestStatus.FINISHED_ABORTED)
         for of_client in outputs.values():
-            # Also of a pair that ended in this step, which is unknown by now.
-            shown = [o for o in of_client.outputs if not is_unconditional(o.request_id)]
+            shown = []
+            for each in of_client.outputs:
+                # Also of a pair that ended in this step, which is unknown by now.
+                if not is_unconditional(each.request_id):
+                    shown.append(each)
             of_client.outputs[:] = shown
         return outputs

@@ -134,13 +134,15 @@ class LoadScheduler(DiffusionScheduler):
     def _context(self) -> int:
         """Return the tokens of context of all requests, by their pages."""
         # Pages are counted anyway, so no loop over requests is needed.
-        pages = self.kv_cache_manager.usage * (self.cache_config.num_gpu_blocks or 0)
-        return int(pages * self.block_size)
+        pages = self.cache_config.num_gpu_blocks or 0
+        used = self.kv_cache_manager.usage * pages
+        return int(used * self.block_size)
 
     def _choose_width(self) -> None:
         """Choose the width of the next step."""
-        if self.running:
-            self._width = self.controller.width(len(self.running), self._context())
+        running = len(self.running)
+        if running:
+            self._width = self.controller.width(running, self._context())
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
         """Predict the time of the step."""
@@ -175,13 +177,13 @@ class LoadScheduler(DiffusionScheduler):
             return None
         width, rest = divmod(stats.num_draft_tokens, stats.num_drafts)
         # If all its canvases had one known width.
-        if not rest and not self._own and width in self.controller.acceptance.places:
-            tokens = stats.num_accepted_tokens
-            self.controller.observe(width, stats.num_drafts, tokens)
-        changes = self.controller.changes - self._reported_changes
-        self._reported_changes = self.controller.changes
+        learns, tokens = self.controller, stats.num_accepted_tokens
+        if not rest and not self._own and width in learns.acceptance.places:
+            learns.observe(width, stats.num_drafts, tokens)
+        changes = learns.changes - self._reported_changes
+        self._reported_changes = learns.changes
         scale = 0.0 if self.clock is None else self.clock.scale
-        return StepWidth(self._width, changes, *self.controller.fitted, scale)
+        return StepWidth(self._width, changes, *learns.fitted, scale)
 
 
 class DraftScheduler(LoadScheduler):
@@ -208,7 +210,9 @@ class DraftScheduler(LoadScheduler):
 
     def _canvas_tokens(self, request: Request) -> int:
         rows = super()._canvas_tokens(request)
-        return rows if request.request_id in self._own else min(rows, self._width)
+        if request.request_id in self._own:
+            return rows
+        return min(rows, self._width)
 
     def _count_forward(self, counts: RequestCounts, rows: int, tokens: int) -> None:
         """Count a forward, and the drafts that it has judged.

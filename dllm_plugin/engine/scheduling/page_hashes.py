@@ -75,7 +75,8 @@ class PromptPages:
 
     def __call__(self, request: Request) -> list[BlockHash]:
         """Return the hashes of pages that became full."""
-        return [BlockHash(os.urandom(HASH_BYTES)) for _ in self.hasher(request)]
+        pages = self.hasher(request)
+        return [BlockHash(os.urandom(HASH_BYTES)) for _ in pages]
 
     def evict(self, manager: KVCacheManager, request_id: str) -> None:
         """Evict the generated pages from the cache, so that they are reused first.

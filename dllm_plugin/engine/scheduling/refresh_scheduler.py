@@ -50,8 +50,10 @@ class RefreshScheduler(GuidedScheduler):
         self.span: SpanFunction = span
         # More than a canvas: of what is given after a last gap, each position counts as a draft.
         self._placeholders = [-1] * self.max_model_len
-        self._left = 0  # tokens that this step may still compute
-        self._guided: set[str] = set()  # conditional requests that this step computes
+        # Tokens that this step may still compute.
+        self._left = 0
+        # Conditional requests that this step computes.
+        self._guided: set[str] = set()
         # Leading tokens that a template gives, of requests that have no output so far.
         self._given: dict[str, list[int]] = {}
         self.in_flight = ForwardsInFlight()
@@ -79,7 +81,8 @@ class RefreshScheduler(GuidedScheduler):
         template = asked.template
         self._lay_out(request, asked, template)
         if template is not None:
-            self._start_after(request, template.given_blocks(asked.block_length))
+            given = template.given_blocks(asked.block_length)
+            self._start_after(request, given)
         hidden = self._other_of_pair(request.request_id)
         if hidden is not None:
             self._lay_out(self.requests[hidden], asked)
@@ -99,9 +102,9 @@ class RefreshScheduler(GuidedScheduler):
         asked: RequestArguments,
         template: Template | None = None,
     ) -> None:
-        record, params = self.records[request.request_id], request.sampling_params
-        start = request.num_prompt_tokens
+        params, start = request.sampling_params, request.num_prompt_tokens
         assert params is not None
+        record = self.records[request.request_id]
         # No canvas is cut at the end of the context: the next one waits for its result.
         self._long.discard(request.request_id)
         end = min(start + request.max_tokens, self.max_model_len)
@@ -139,9 +142,10 @@ class RefreshScheduler(GuidedScheduler):
             reserved = unpack_unconditional(req_id) in self._guided
             return wanted if reserved else 0
         halves = 1 if self._other_of_pair(req_id) is None else 2
-        if wanted * halves > self._left or not self._has_room(request, wanted, halves):
+        whole = wanted * halves
+        if whole > self._left or not self._has_room(request, wanted, halves):
             return 0
-        self._left -= wanted * halves
+        self._left -= whole
         if halves == 2:
             self._guided.add(req_id)
         return wanted
@@ -190,9 +194,11 @@ class RefreshScheduler(GuidedScheduler):
         if halves == 1 or request.status == RequestStatus.RUNNING:
             return True
         manager = self.kv_cache_manager
-        free = manager.block_pool.get_num_free_blocks() - manager.watermark_blocks
+        free = manager.block_pool.get_num_free_blocks()
+        free -= manager.watermark_blocks
         slots = self.max_num_active_reqs - len(self.running)
-        return slots >= halves and free >= halves * cdiv(wanted, self.block_size)
+        pages = halves * cdiv(wanted, self.block_size)
+        return slots >= halves and free >= pages
 
     def _update_after_schedule(self, output: SchedulerOutput) -> None:
         """Mark the canvas of first forwards; none if only one request of a pair runs."""
@@ -249,11 +255,13 @@ class RefreshScheduler(GuidedScheduler):
         """Add given tokens to first outputs, and forget requests that are gone."""
         for of_client in outputs.values():
             for output in of_client.outputs:
-                if output.request_id in self._given and output.new_token_ids:
-                    given = self._given.pop(output.request_id)
-                    output.new_token_ids = [*given, *output.new_token_ids]
-                    if output.new_logprobs is not None:
-                        output.new_logprobs = _with_certain(output.new_logprobs, given)
+                if output.request_id not in self._given or not output.new_token_ids:
+                    continue
+                given = self._given.pop(output.request_id)
+                output.new_token_ids = [*given, *output.new_token_ids]
+                lists = output.new_logprobs
+                if lists is not None:
+                    output.new_logprobs = _with_certain(lists, given)
         for req_id in self._given.keys() - self.requests.keys():
             del self._given[req_id]
 
@@ -279,9 +287,9 @@ class RefreshScheduler(GuidedScheduler):
         """
         keeps_kv = []
         for request, goes_on in zip(requests, in_block, strict=True):
+            place = request.request_id, request.num_tokens
             # The refresh after a last step may be in flight already.
-            launched = self.in_flight.count(request.request_id, request.num_tokens) > 0
-            keeps_kv.append(goes_on or launched)
+            keeps_kv.append(goes_on or self.in_flight.count(*place) > 0)
         self._place_forwards(requests, keeps_kv)
         for request, goes_on in zip(requests, in_block, strict=True):
             req_id = request.request_id
@@ -311,8 +319,8 @@ class RefreshScheduler(GuidedScheduler):
         canvas, forwards = self._bounds(begun), []
         for keeps_kv in (False, True):
             starts, stops = self.span(canvas, np.full(len(begun), keeps_kv))
-            drafts = stops - canvas.start
-            forwards.append(list(zip(starts.tolist(), drafts.tolist(), strict=True)))
+            columns = starts.tolist(), (stops - canvas.start).tolist()
+            forwards.append(list(zip(*columns, strict=True)))
         starts = canvas.start.tolist()
         sizes = (canvas.block_stop - canvas.start).tolist()
         for request, *fields in zip(begun, starts, sizes, *forwards, strict=True):

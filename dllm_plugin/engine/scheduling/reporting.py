@@ -164,7 +164,8 @@ class ReportingScheduler(AsyncScheduler):
         tokens = list(request.output_token_ids)
         if watch is not None and len(watch.tokens) > len(tokens):
             tokens = watch.tokens
-        text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        skips = params.skip_special_tokens
+        text = tokenizer.decode(tokens, skip_special_tokens=skips)
         found = any(stop in text for stop in params.stop)
         return FinishReason.STOP if found else reason
 
@@ -225,6 +226,7 @@ class ReportingScheduler(AsyncScheduler):
         for of_client in outputs.values():
             for each in of_client.outputs:
                 # If the front end finds a stop string, this output is the last one.
-                if each.request_id in self._with_stop_strings:
-                    each.spec_decode_metrics = self.records[each.request_id].counts
+                req_id = each.request_id
+                if req_id in self._with_stop_strings:
+                    each.spec_decode_metrics = self.records[req_id].counts
         return outputs

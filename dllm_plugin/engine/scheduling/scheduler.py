@@ -43,7 +43,8 @@ class DiffusionScheduler(GrammarScheduler):
         super().__init__(*args, **kwargs)
         # Only the canvas is computed: no token is sampled after it.
         self.num_sampled_tokens_per_step = 0
-        self.num_computed_positions = 0  # queries of all forwards, for `diffuplug eval`
+        # Queries of all forwards, for `diffuplug eval`.
+        self.num_computed_positions = 0
         # Requests that may come near the end of the context.
         self._long: set[str] = set()
         self._spare_tokens = 0
@@ -151,11 +152,10 @@ class DiffusionScheduler(GrammarScheduler):
         """
         wanted = min(sum(self.get_request_counts()), self.max_num_active_reqs)
         here = 0
+        step = self.current_step + 1  # vLLM counts it later
         for request in self.running:
             decodes = not request.is_prefill_chunk
-            # vLLM counts this step later.
-            if decodes and request.next_decode_eligible_step <= self.current_step + 1:
-                here += 1
+            here += decodes and request.next_decode_eligible_step <= step
         free = max(0, cdiv(wanted, self.pp_size) - here)
         share = len(self.running) + free
         self.max_num_active_reqs = min(self.max_num_active_reqs, share)
@@ -238,7 +238,8 @@ class DiffusionScheduler(GrammarScheduler):
         """
         update = super()._update_request_with_output
         was_running = request.status == RequestStatus.RUNNING
-        if is_stale or not (was_running and self.kv_cache_manager.enable_caching):
+        caches = was_running and self.kv_cache_manager.enable_caching
+        if is_stale or not caches:
             return update(request, token_ids, is_stale)
         num_new = len(token_ids)
         request.num_computed_tokens -= num_new
@@ -267,7 +268,8 @@ class DiffusionScheduler(GrammarScheduler):
         flight, which has already advanced their canvases. Without a cache no page needs
         protection.
         """
-        preempts = reset_running_requests and not self.scheduler_config.async_scheduling
+        is_async = self.scheduler_config.async_scheduling
+        preempts = reset_running_requests and not is_async
         done = super().reset_prefix_cache(preempts, reset_connector)
         has_cache = self.kv_cache_manager.enable_caching
         return done or (reset_running_requests and not has_cache)
@@ -285,10 +287,11 @@ class DiffusionScheduler(GrammarScheduler):
         self.num_computed_positions += output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
+        later = self.current_step + self.vllm_config.max_concurrent_batches
         for req_id in output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
+            end = request.num_computed_tokens + self.num_spec_tokens
             # If it were scheduled before this step's commit is known, the next canvas would
             # be cut at the end of the context, even if the request has not advanced.
-            if request.num_computed_tokens + self.num_spec_tokens > self.max_model_len:
-                later = self.current_step + self.vllm_config.max_concurrent_batches
+            if end > self.max_model_len:
                 request.next_decode_eligible_step = later

@@ -128,10 +128,11 @@ def begin_step(
         if place not in canvases or request is None or watch is None:
             continue
         # vLLM drops results of requests that were preempted or aborted meanwhile.
-        stale = request.num_stale_output_tokens > 0 and request.drop_stale_output
-        if not (stale or request.is_finished()):
-            base, canvas = request.num_output_tokens, canvases[place]
-            steps.append(WatchedStep(watch, request, place, base, canvas))
+        stale = request.num_stale_output_tokens > 0
+        if request.is_finished() or (stale and request.drop_stale_output):
+            continue
+        base, canvas = request.num_output_tokens, canvases[place]
+        steps.append(WatchedStep(watch, request, place, base, canvas))
     return steps
 
 
@@ -175,30 +176,28 @@ def add_report(
     """Add a step's report to an output; returns whether it has tokens or a snapshot."""
     watch, request = step.watch, step.request
     committed = request.num_output_tokens
-    window = min(len(step.canvas.ids_C), watch.most - step.base)
+    base, canvas = step.base, step.canvas
+    window = min(len(canvas.ids_C), watch.most - base)
     if request.is_finished():
-        window = min(window, committed - step.base)
+        window = min(window, committed - base)
     if watch.trace is not None:
-        watch.trace.record(step.base, watch.forwards, step.canvas)
-    first = step.base
+        watch.trace.record(base, watch.forwards, canvas)
+    first = base
     if watch.asked.early_text:
         first = len(watch.tokens)
-        output.new_token_ids = new_tokens(step, committed, window)
-        output.new_logprobs = early_logprobs(lists, step, first, output.new_token_ids)
+        tokens = new_tokens(step, committed, window)
+        output.new_token_ids = tokens
+        output.new_logprobs = early_logprobs(lists, step, first, tokens)
     wanted = wants_snapshot(step, committed)
     if wanted:
         watch.reported = watch.forwards
-        pack_snapshot(
-            output,
-            watch.forwards,
-            step.base,
-            max(committed, len(watch.tokens)),
-            step.canvas.ids_C[:window],
-            step.canvas.confidence_C[:window],
-            unpack_drafts(watch.counts),
-        )
+        final = max(committed, len(watch.tokens))
+        shown = canvas.ids_C[:window], canvas.confidence_C[:window]
+        drafts = unpack_drafts(watch.counts)
+        pack_snapshot(output, watch.forwards, base, final, *shown, drafts)
     if watch.trace is not None and output.new_token_ids:
-        pack_trace(output, watch.trace.take(first + len(output.new_token_ids)))
+        stop = first + len(output.new_token_ids)
+        pack_trace(output, watch.trace.take(stop))
     return wanted or bool(output.new_token_ids)
 
 
@@ -211,11 +210,9 @@ def new_tokens(step: WatchedStep, committed: int, window: int) -> list[int]:
         run = int(holes[0]) if len(holes) else window
         stop = max(committed, step.base + run)
     sent = len(watch.tokens)
-    start = max(sent, committed)
-    tokens = [
-        *request.output_token_ids[sent:committed],
-        *step.canvas.ids_C[start - step.base : max(stop - step.base, 0)].tolist(),
-    ]
+    tokens = list(request.output_token_ids[sent:committed])
+    start, stop = max(sent, committed) - step.base, max(stop - step.base, 0)
+    tokens += step.canvas.ids_C[start:stop].tolist()
     watch.tokens += tokens
     return tokens
 
