@@ -113,7 +113,7 @@ def measure(
         row: dict[str, Any] = {"requests": requests, "canvas": canvas}
         row |= _times(run) | _rates(run)
         if settings.measured.full_attention:
-            row["block_step_ms"] = median_ms(run)
+            row["block_step_ms"] = median_step_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
         tell(row)
         row |= _positions(llm, settings, canvas, asks, run)
@@ -169,7 +169,7 @@ def measure_autoregressive(
     return rows
 
 
-def median_ms(run: Run) -> float:
+def median_step_ms(run: Run) -> float:
     """Return the median step: that of forwards of a block each, if few of them are refreshes."""
     window = steady_window(run)
     stamps = run.stamps[window.first : window.last + 1]

@@ -42,7 +42,9 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self._may_start: torch.cuda.Event | None = None
 
     def mark(self) -> None:
@@ -146,7 +148,8 @@ class CanvasRows(LogitsRows):
             prefilled = batch.idx_mapping[canvases : batch.num_reqs]
             # Warm-up batches have rows that no prefill asked for.
             if len(prefilled) == logits_TV.shape[0] - num_rows:
-                self.carry_NV[prefilled] = logits_TV[num_rows:].to(self.carry_NV.dtype)
+                rows_RV = logits_TV[num_rows:].to(self.carry_NV.dtype)
+                self.carry_NV[prefilled] = rows_RV
         if not canvases:
             return None
         with self.side_stream.run():
@@ -238,7 +241,8 @@ class CanvasRows(LogitsRows):
         committed_R = plan.num_committed_R.clamp_min(1)
         moved_R = committed_R - step.plan.num_committed_R.clamp_min(1)
         if self._update is not None:
-            from_R, moves_R = self._update.from_R + moved_R, plan.num_committed_R > 0
+            from_R = self._update.from_R + moved_R
+            moves_R = plan.num_committed_R > 0
             self._update = self._update._replace(from_R=from_R, moved_R=moves_R)
         if step.last_row_R is not None:
             step.last_row_R = step.last_row_R + moved_R

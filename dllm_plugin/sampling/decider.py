@@ -52,13 +52,15 @@ class StepPolicies(NamedTuple):
     @property
     def want_ranking(self) -> bool:
         """Return whether a policy ranks by entropy or margin."""
-        return any(RANKED_BY[name] in ("entropy", "margin") for name in self.names)
+        ranked_by = [RANKED_BY[name] for name in self.names]
+        return "entropy" in ranked_by or "margin" in ranked_by
 
     def with_usual(self, known: Collection[str]) -> "StepPolicies":
         """Add the policies compiled by default if they need the same row statistics."""
         if self.want_ranking or self.samples_order:
             return self
-        return self._replace(names=tuple(sorted({*self.names, *(USUAL & set(known))})))
+        names = {*self.names, *(USUAL & set(known))}
+        return self._replace(names=tuple(sorted(names)))
 
     def are_among(self, others: "StepPolicies") -> bool:
         """Return whether code for the policies `others` serves these."""
@@ -100,8 +102,9 @@ class Decider:
 
     def policies_of(self, slots_np: np.ndarray) -> StepPolicies:
         """Return what the requests of a step ask for."""
-        names = tuple(sorted(self.states.requests.policies(slots_np)))
-        return StepPolicies(names, self.states.requests.uses("alg_temp", slots_np))
+        requests = self.states.requests
+        names = tuple(sorted(requests.policies(slots_np)))
+        return StepPolicies(names, requests.uses("alg_temp", slots_np))
 
     def run(
         self,
@@ -292,7 +295,8 @@ class Decider:
         """Count masks of current blocks that go on; 0 for others, and for void steps."""
         is_masked_RC = step.tokens_RC == self.mask_id
         goes_on_R = step.plan.active_RS.any(dim=1) & ~step.outcome.refresh_R
-        is_left_RC = is_masked_RC & (step.canvas.block_RC == 0) & goes_on_R[:, None]
+        in_block_RC = step.canvas.block_RC == 0
+        is_left_RC = is_masked_RC & in_block_RC & goes_on_R[:, None]
         return is_left_RC.sum(dim=1, dtype=torch.int32)
 
     def _rejected(self, step: DenoisingStep) -> Tensor:

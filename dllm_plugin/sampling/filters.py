@@ -25,7 +25,8 @@ def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) ->
         ordered_TV.masked_fill_(ordered_TV < least_T1, NEGATIVE_INFINITY)
         logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
     probs_TV = ordered_TV.softmax(dim=-1)
-    is_out_TV = torch.cumsum(probs_TV, dim=-1, out=probs_TV) <= 1 - top_p_T[:, None]
+    summed_TV = torch.cumsum(probs_TV, dim=-1, out=probs_TV)
+    is_out_TV = summed_TV <= 1 - top_p_T[:, None]
     is_out_TV[:, -1] = False  # at least one stays
     out_T1 = is_out_TV.sum(dim=-1, keepdim=True)
     least_T1 = ordered_TV.gather(1, out_T1)

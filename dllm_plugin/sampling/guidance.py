@@ -24,8 +24,11 @@ def pair_requests(req_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     The second is the place of the unconditional request, or the request's own without guidance.
     """
     place = {req_id: i for i, req_id in enumerate(req_ids)}
-    deciding = [i for i, req_id in enumerate(req_ids) if not is_unconditional(req_id)]
-    guiding = [place.get(pack_unconditional(req_ids[i]), i) for i in deciding]
+    deciding, guiding = [], []
+    for req_id, i in place.items():
+        if not is_unconditional(req_id):
+            deciding.append(i)
+            guiding.append(place.get(pack_unconditional(req_id), i))
     return np.array(deciding, dtype=np.int64), np.array(guiding, dtype=np.int64)
 
 
@@ -39,10 +42,10 @@ def context_rows(
         unconditional: places in the batch, int64 ``[P]``; each computes from position 0 on.
         first: first position of the canvas of each, int64 ``[P]``.
     """
-    spans = [
-        np.arange(n) + bounds_np[i] for i, n in zip(unconditional, first, strict=True)
-    ]
-    return np.concatenate([np.empty(0, dtype=np.int64), *spans]).astype(np.int64)
+    rows = [np.empty(0, dtype=np.int64)]
+    for i, count in zip(unconditional, first, strict=True):
+        rows.append(bounds_np[i] + np.arange(count))
+    return np.concatenate(rows).astype(np.int64)
 
 
 class GuidedRows(NamedTuple):
@@ -56,7 +59,8 @@ class GuidedRows(NamedTuple):
 
     def combine(self, logits_TV: Tensor, num_rows: int) -> Tensor:
         """Return the guided logits of the `num_rows` first rows; unconditional rows follow them."""
-        conditional_TV, unconditional_GV = logits_TV[:num_rows], logits_TV[num_rows:]
+        conditional_TV = logits_TV[:num_rows]
+        unconditional_GV = logits_TV[num_rows:]
         scale_G1 = (self.scale_G + 1.0)[:, None].to(logits_TV.dtype)
         difference_GV = conditional_TV[self.place_G] - unconditional_GV
         guided_GV = unconditional_GV + scale_G1 * difference_GV

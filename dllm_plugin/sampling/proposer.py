@@ -138,7 +138,8 @@ class Proposer:
         if whole and sum(map(len, rows)) == num_rows:
             # All rows of the step, in their order.
             return RowStats(*map(torch.cat, columns))
-        return RowStats(*(scatter_rows(column, rows, num_rows) for column in columns))
+        scattered = [scatter_rows(column, rows, num_rows) for column in columns]
+        return RowStats(*scattered)
 
     def _is_cut(self, chunk: RowChunk) -> bool:
         return self.on_cpu or chunk.allowed_TW is not None
@@ -196,11 +197,11 @@ class Proposer:
                 self._read_once(chunk, one, biases, want_ranking)
         shape = (len(rows_T), self.rules.vocab_size)
         copies_TV = torch.zeros(shape, device=rows_T.device)
-        for token_T, want_ranking in itertools.product((None, rows_T), (False, True)):
-            for one in (None, sampling) if token_T is None or with_automata else ():
-                self._read_copies(copies_TV, slot_T, one, token_T, want_ranking)
-            if token_T is not None and not self.temper:
-                self._read_confidence(copies_TV, slot_T, token_T, want_ranking)
+        chosen = with_automata or not self.temper
+        tokens = (None, rows_T) if chosen else (None,)
+        forms = itertools.product(tokens, (None, sampling), (False, True))
+        for token_T, one, want_ranking in forms:
+            self._read_copies(copies_TV, slot_T, one, token_T, want_ranking)
 
     def _from_logits(
         self, chunk: RowChunk, wanted: Wanted, num_rows: int | None = None
@@ -279,7 +280,7 @@ class Proposer:
             is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
             self.eos_bans.ban_confidence(logits_TV, slot_T, slots_np, is_greedy_T)
             token_T = stats.token_T
-            stats = self._read_confidence(logits_TV, slot_T, token_T, want_ranking)
+            stats = self._read_copies(logits_TV, slot_T, None, token_T, want_ranking)
         stats.broken_T.copy_(broken_T)
         if wanted.scored:
             for feature in wanted.features:
@@ -295,16 +296,16 @@ class Proposer:
         want_ranking: bool,
     ) -> RowStats:
         """Read copies that are biased, tempered and filtered already."""
-        how: dict[str, Any] = {"want_ranking": want_ranking, "token_T": token_T}
-        how |= {"divide": False, "temper": False}
-        return self.propose_rows(tempered_TV, slot_T, NO_MASK, sampling, **how)
-
-    def _read_confidence(
-        self, logits_TV: Tensor, slot_T: Tensor, token_T: Tensor, want_ranking: bool
-    ) -> RowStats:
-        """Read the confidence of tokens from copies."""
-        how: dict[str, Any] = {"want_ranking": want_ranking, "token_T": token_T}
-        return self.propose_rows(logits_TV, slot_T, NO_MASK, **how)
+        return self.propose_rows(
+            tempered_TV,
+            slot_T,
+            NO_MASK,
+            sampling,
+            divide=False,
+            temper=False,
+            want_ranking=want_ranking,
+            token_T=token_T,
+        )
 
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return the counters of the random numbers that sample the tokens of rows."""

@@ -53,9 +53,8 @@ def scatter_rows(
 ) -> Tensor:
     """Scatter values of each chunk to ``[num_rows, ...]``; rows of no chunk are zero."""
     values_T, index_T = torch.cat(list(values)), torch.cat(list(rows))
-    return values_T.new_zeros(num_rows, *values_T.shape[1:]).index_copy_(
-        0, index_T, values_T
-    )
+    scattered = values_T.new_zeros(num_rows, *values_T.shape[1:])
+    return scattered.index_copy_(0, index_T, values_T)
 
 
 def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
@@ -99,7 +98,8 @@ def rows_of(chunk: RowChunk, wanted_np: np.ndarray) -> RowChunk:
         "a step of requests that differ knows whose its rows are"
     )
     index_np = np.flatnonzero(wanted_np[chunk.owner_np])
-    return take_rows(chunk, async_tensor_h2d(index_np, device=chunk.rows_T.device))
+    index = async_tensor_h2d(index_np, device=chunk.rows_T.device)
+    return take_rows(chunk, index)
 
 
 class VocabShard:
@@ -130,17 +130,17 @@ class VocabShard:
         float64 ``[K, T, P] -> [S, K, T, P]``: K numbers of each of T rows in P partials, S ranks.
         """
         if not partials_KTP.numel():
-            return partials_KTP[None]  # vLLM's gather on CPUs dies on an empty tensor
+            # vLLM's gather on CPUs dies on an empty tensor.
+            return partials_KTP[None]
         # Its bits as float32, which is what that gather copies; copying is all it does.
-        gathered = tensor_model_parallel_all_gather(
-            partials_KTP.view(torch.float32), dim=0
-        )
-        return gathered.view(torch.float64).unflatten(
-            0, (self.columns.shards, len(partials_KTP))
-        )
+        bits = partials_KTP.view(torch.float32)
+        gathered = tensor_model_parallel_all_gather(bits, dim=0)
+        shape = (self.columns.shards, len(partials_KTP))
+        return gathered.view(torch.float64).unflatten(0, shape)
 
     def gather_rows(self, logits_TV: Tensor) -> Tensor:
         """Return whole rows, ``[T, width] -> [T, V]``."""
         if not len(logits_TV):
             return logits_TV.new_empty(0, self.columns.vocab_size)
-        return tensor_model_parallel_all_gather(logits_TV)[:, : self.columns.vocab_size]
+        whole_TV = tensor_model_parallel_all_gather(logits_TV)
+        return whole_TV[:, : self.columns.vocab_size]

@@ -89,7 +89,8 @@ class WordTable:
     def words_of(self, slots_R: Tensor, slots_np: np.ndarray) -> Tensor:
         """Return the words of some slots, int32 ``[R, W, L]``, UNUSED after their last word."""
         assert self.tokens_NX is not None
-        counts_np, lengths_np = self.count_np[slots_np], self.length_np[slots_np]
+        counts_np = self.count_np[slots_np]
+        lengths_np = self.length_np[slots_np]
         sizes_np = np.stack([counts_np, lengths_np])
         sizes = async_tensor_h2d(sizes_np, device=self.device)
         count_R11, length_R11 = sizes[:, :, None, None]

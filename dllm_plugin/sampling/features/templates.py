@@ -37,9 +37,8 @@ class TemplateSteps(StepFeature):
 
     def commit(self, step: DenoisingStep) -> None:
         """Commit blocks that are given as a whole."""
-        canvas, outcome, tokens_RC = step.canvas, step.outcome, step.tokens_RC
-        given = commit_given(canvas, outcome, tokens_RC, step.remaining_R, self.mask_id)
-        step.outcome = given
+        decided = step.canvas, step.outcome, step.tokens_RC
+        step.outcome = commit_given(*decided, step.remaining_R, self.mask_id)
 
 
 class Targets(StepFeature):
