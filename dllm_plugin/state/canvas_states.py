@@ -72,10 +72,7 @@ class CanvasStates:
         num_slots, self.num_positions = draft_tokens_NC.shape
         self.mask_id = config.mask_token_id
         self.position_C = torch.arange(self.num_positions, device=self.device)
-
-        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
-            return torch.zeros(num_slots, *width, dtype=dtype, device=self.device)
-
+        zeros = self.zeros
         self.start_N = zeros(torch.int64)
         self.ended_N = zeros(torch.bool)
         self.tail_N = zeros(torch.int32)
@@ -107,6 +104,11 @@ class CanvasStates:
         self._fresh: list[tuple[int, int, int]] = []
         self._given: list[tuple[int, int, int]] = []
         self.preempted = PreemptedRows(PREEMPTED_PER_SLOT * num_slots)
+
+    def zeros(self, dtype: torch.dtype, *width: int) -> Tensor:
+        """Return a table of zeros with a row per slot."""
+        shape = (len(self.canvas_NC), *width)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def max_model_len(self) -> int:

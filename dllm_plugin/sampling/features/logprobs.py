@@ -45,12 +45,11 @@ class LogprobStash(StepFeature):
             return False
         self.num_logprobs_np[slot] = most if wanted < 0 else wanted
         if self.tables is None:
-            device = self.device
-            shape = (self.num_slots, self.num_positions, most + 1)
+            length, zeros = self.num_positions, self.states.zeros
             self.tables = (
-                torch.zeros(shape, dtype=torch.int32, device=device),
-                torch.zeros(shape, dtype=torch.float32, device=device),
-                torch.zeros(shape[:2], dtype=torch.int64, device=device),
+                zeros(torch.int32, length, most + 1),
+                zeros(torch.float32, length, most + 1),
+                zeros(torch.int64, length),
             )
             self.states.companions.extend(self.tables)
         return True

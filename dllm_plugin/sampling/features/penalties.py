@@ -51,7 +51,7 @@ class Penalties(StepFeature):
     ) -> None:
         super().__init__(states)
         self.req_states = req_states
-        self.shape = (self.num_slots, vocab_size)
+        self.vocab_size = vocab_size
         self.numbers = self.staged_table((3, self.num_slots), torch.float32)
         self.numbers.write(REPETITION, NEUTRAL[REPETITION])
         self.by_row = self.method.verifies
@@ -67,9 +67,8 @@ class Penalties(StepFeature):
             return False
         self.numbers.write((..., slot), asked)
         if self.count_NV is None:
-            shape, device = self.shape, self.device
-            self.prompt_NV = torch.zeros(shape, dtype=torch.bool, device=device)
-            self.count_NV = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.prompt_NV = self.states.zeros(torch.bool, self.vocab_size)
+            self.count_NV = self.states.zeros(torch.int32, self.vocab_size)
         return True
 
     def remove_request(self, slot: int) -> None:
@@ -125,7 +124,7 @@ class Penalties(StepFeature):
             has_given: one of the requests has a template.
         """
         assert self.prompt_NV is not None and self.count_NV is not None
-        vocab_size, mask_id = self.shape[1], self.mask_id
+        vocab_size, mask_id = self.vocab_size, self.mask_id
         is_prompt_UX = place_UX < 0
         if has_given:
             is_prompt_UX |= self.states.templates.given(slots_U, place_UX)

@@ -51,11 +51,7 @@ class StructureEdits(StepFeature):
         """
         super().__init__(states)
         self.temperature, self.greedy = temperature, greedy
-        length, num_slots = states.config.block_length, self.num_slots
-
-        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
-            return torch.zeros(num_slots, *width, dtype=dtype, device=self.device)
-
+        length, zeros = states.config.block_length, states.zeros
         self.tables = Rounds(
             zeros(torch.int64),
             zeros(torch.int64),

@@ -32,7 +32,7 @@ class ThinkingBudget(StepFeature):
         super().__init__(states)
         self.token = self.staged_table(self.num_slots, torch.int64)
         self.budget = self.staged_table(self.num_slots, torch.int64)
-        self.ended_N = torch.zeros_like(states.ended_N)
+        self.ended_N = states.zeros(torch.bool)
         states.companions.append(self.ended_N)
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:

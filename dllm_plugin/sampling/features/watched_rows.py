@@ -39,8 +39,8 @@ class WatchedRows(StepFeature):
         if not arguments_of(self.states.config, params).is_watched:
             return False
         if self.confidence_NC is None:
-            shape = self.states.canvas_NC.shape
-            self.confidence_NC = torch.zeros(shape, device=self.device)
+            zeros = self.states.zeros
+            self.confidence_NC = zeros(torch.float32, self.num_positions)
             self.states.companions.append(self.confidence_NC)
         return True
 
