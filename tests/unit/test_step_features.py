@@ -25,16 +25,16 @@ MOMENTS = (
     *("start_step", "start_rows", "apply", "score"),
     *("restrict", "commit", "finish_batch"),
 )
-# Before the features were one list, each number was larger by 2: leading canvas positions of the
-# prompt were read twice.
+# Before the features were one list, each number was larger by 5: some canvas positions were read
+# or numbered twice.
 OPERATIONS = {
-    ("d2f", False): 363,
-    ("d2f", True): 408,
-    ("block", False): 374,
-    ("block", True): 419,
+    ("d2f", False): 360,
+    ("d2f", True): 405,
+    ("block", False): 371,
+    ("block", True): 416,
 }
-# Of the compiled decision, for one request and for three; without the same 2.
-NODES = {"d2f": [170, 170], "block": [205, 205]}
+# Of the compiled decision, for one request and for three.
+NODES = {"d2f": [169, 169], "block": [204, 204]}
 KINDS: dict[str, dict[str, Any]] = {"d2f": D2F, "block": BLOCK}
 
 

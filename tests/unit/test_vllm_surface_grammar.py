@@ -34,9 +34,7 @@ vllm.exceptions: VLLMValidationError
 vllm.logger: init_logger
 vllm.sampling_params: SamplingParams
 vllm.tokenizers: TokenizerLike
-vllm.v1.core.sched.async_scheduler: AsyncScheduler
 vllm.v1.core.sched.output: GrammarOutput SchedulerOutput
-vllm.v1.engine: EngineCoreOutputs
 vllm.v1.outputs: ModelRunnerOutput
 vllm.v1.request: Request RequestStatus
 vllm.v1.structured_output: StructuredOutputManager

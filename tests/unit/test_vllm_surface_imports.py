@@ -92,7 +92,7 @@ vllm.v1.engine: EngineCoreOutput EngineCoreOutputs FinishReason
 vllm.v1.kv_cache_interface: is_quantized_kv_cache
 vllm.v1.kv_cache_interface: AttentionSpec KVCacheConfig KVCacheLayout KVCacheSpec
 vllm.v1.metrics.loggers: AggregateStatLoggerBase
-vllm.v1.metrics.stats: IterationStats MultiModalCacheStats PrefillStats
+vllm.v1.metrics.stats: IterationStats MultiModalCacheStats
 vllm.v1.metrics.stats: RequestSpecDecodeMetrics SchedulerStats
 vllm.v1.outputs: AsyncModelRunnerOutput
 vllm.v1.outputs: LogprobsLists LogprobsTensors ModelRunnerOutput
