@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]
@@ -88,20 +88,30 @@ def end_now(status: int) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kill all processes below this one, and wait until they have ended."""
-    processes = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if not _is_cleaner(process)
-    ]
-    for process in processes:
-        try:
+    """Kill all processes below this one, and wait until they have ended.
+
+    They are suspended first: a process that is still starting would miss its parent, and print a
+    traceback.
+    """
+    found: list[psutil.Process] = []
+    while new := _children(found):
+        for process in new:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        found += new
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     end = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < end and any(map(_runs, processes)):
+    while time.monotonic() < end and any(map(_runs, found)):
         time.sleep(0.01)
+
+
+def _children(known: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the other processes below this one that run, but for Python's cleaner."""
+    children = psutil.Process().children(recursive=True)
+    others = [process for process in children if process not in known]
+    return [process for process in others if not _is_cleaner(process)]
 
 
 def _runs(process: psutil.Process) -> bool:
