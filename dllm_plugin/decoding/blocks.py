@@ -39,30 +39,6 @@ def leading(flag_RX: Tensor) -> Tensor:
     return torch.where(flag_RX, flag_RX.shape[1], position_X).amin(dim=1)
 
 
-def best_per_block(
-    score_RC: Tensor, candidates_RC: Tensor, block_RC: Tensor, num_slots: int
-) -> Tensor:
-    """Pick the best candidate of each block, bool ``[R, C]``; ties go to the lower position."""
-    if torch.compiler.is_compiling():
-        block_RC = block_RC.where(candidates_RC, num_slots)
-        return candidates_RC & (
-            _rank_by_counting(score_RC, candidates_RC, block_RC) == 0
-        )
-    score_RC = score_RC.masked_fill(~candidates_RC, NEGATIVE_INFINITY)
-    best = score_RC.new_full((score_RC.shape[0], num_slots + 1), NEGATIVE_INFINITY)
-    best.scatter_reduce_(1, block_RC, score_RC, "amax")
-    is_best_RC = candidates_RC & (score_RC == best.gather(1, block_RC))
-    num_positions = score_RC.shape[1]
-    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(
-        block_RC
-    )
-    first = block_RC.new_full((score_RC.shape[0], num_slots + 1), num_positions)
-    first.scatter_reduce_(
-        1, block_RC, position_RC.where(is_best_RC, num_positions), "amin"
-    )
-    return is_best_RC & (position_RC == first.gather(1, block_RC))
-
-
 def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
     """Rank each candidate by falling score, int64 ``[R, C]``; ties go to the lower position.
 
@@ -70,20 +46,11 @@ def rank(score_RC: Tensor, candidates_RC: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _rank_by_counting(score_RC, candidates_RC, None)
-    score_RC = score_RC.masked_fill(~candidates_RC, NEGATIVE_INFINITY)
-    # A NaN or -inf candidate must still rank before every non-candidate.
-    order_RC = torch.sort(
-        candidates_RC.to(torch.int8), dim=1, descending=True, stable=True
-    )[1]
-    by_score = torch.sort(
-        score_RC.gather(1, order_RC), dim=1, descending=True, stable=True
-    )[1]
-    order_RC = order_RC.gather(1, by_score)
-    ranks = torch.empty_like(order_RC)
-    position_RC = torch.arange(score_RC.shape[1], device=score_RC.device).expand_as(
-        order_RC
-    )
-    return ranks.scatter_(1, order_RC, position_RC)
+    least, most = NEGATIVE_INFINITY, -NEGATIVE_INFINITY
+    score_RC = score_RC.nan_to_num(least, most, least)
+    # Sorts put NaN last: after a candidate whose score is -inf.
+    key_RC = (-score_RC).masked_fill(~candidates_RC, float("nan"))
+    return key_RC.argsort(dim=1, stable=True).argsort(dim=1)
 
 
 def rank_in_block(
@@ -95,12 +62,8 @@ def rank_in_block(
         return _rank_by_counting(score_RC, candidates_RC, block_RC)
     ranks_RC = rank(score_RC, candidates_RC)
     # By block, and within a block by rank: blocks are few, so both fit one key.
-    num_positions = score_RC.shape[1]
-    order_RC = (block_RC * num_positions + ranks_RC).argsort(dim=1)
-    position_RC = torch.arange(num_positions, device=score_RC.device).expand_as(
-        order_RC
-    )
-    place_RC = torch.empty_like(order_RC).scatter_(1, order_RC, position_RC)
+    key_RC = block_RC * score_RC.shape[1] + ranks_RC
+    place_RC = key_RC.argsort(dim=1).argsort(dim=1)
     counts_RS = per_block(candidates_RC, block_RC, num_slots).to(torch.int64)
     first_RS = torch.nn.functional.pad(counts_RS.cumsum(dim=1), (1, 0))
     return place_RC - first_RS.gather(1, block_RC)

@@ -1,4 +1,4 @@
-"""Plan and commit blocks that a causal forward ends. Siblings with one signature.
+"""Plan blocks that a causal forward ends, and accept its tokens. Siblings with one signature.
 
 A block is denoised bidirectionally; once it has no masks, a causal forward over its positions
 stores its KV. Row i of that forward predicts position i + 1, so its last kept row yields the first
@@ -9,10 +9,10 @@ token of the next block. A step is causal exactly if its plan stores a block. Sh
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import commit_blocks, plan_block_diffusion
+from dllm_plugin.decoding.block_causal import plan_block_diffusion
 from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.causal_rows import Slots, one_block
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan, replaced
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan, replaced
 from dllm_plugin.decoding.policies import Policy, Table, threshold_or_equal
 
 # Self-speculation drafts all tokens at once, unless a request asks for a threshold.
@@ -73,7 +73,13 @@ def accept_block(
     mask_id: int,
 ) -> tuple[Canvas, StepPlan, Tensor]:
     """Keep a stored block, and unmask the first token of the next block."""
-    return canvas, plan, unmask_RC | plan.editable_RC
+    return _with_next(canvas, plan), plan, unmask_RC | plan.editable_RC
+
+
+def _with_next(canvas: Canvas, plan: StepPlan) -> Canvas:
+    """Count what causal rows predict to the block: the first token after it may end the text."""
+    block_RC = canvas.block_RC.masked_fill(plan.editable_RC, 0)
+    return canvas._replace(block_RC=block_RC)
 
 
 def accept_prefix(
@@ -101,27 +107,5 @@ def accept_prefix(
         fixed_R=torch.where(causal_R, kept_R + 1, plan.fixed_R),
     )
     unmask_RC = torch.where(causal_R[:, None], taken_RC, unmask_RC)
-    return canvas._replace(tokens_RC=tokens_RC), plan, unmask_RC
-
-
-def commit_causal(
-    canvas: Canvas,
-    plan: StepPlan,
-    unmask_RC: Tensor,
-    tokens_RC: Tensor,
-    is_stop_RC: Tensor,
-    remaining_R: Tensor,
-    mask_id: int,
-) -> StepOutcome:
-    """Commit as :func:`commit_blocks`; the first token of the next block may end the text."""
-    next_RC = plan.editable_RC & unmask_RC
-    block_RC = canvas.block_RC.masked_fill(next_RC, 0)
-    return commit_blocks(
-        canvas._replace(block_RC=block_RC),
-        plan,
-        unmask_RC,
-        tokens_RC,
-        is_stop_RC,
-        remaining_R,
-        mask_id,
-    )
+    canvas = _with_next(canvas, plan)._replace(tokens_RC=tokens_RC)
+    return canvas, plan, unmask_RC

@@ -20,7 +20,6 @@ from dllm_plugin.decoding.causal_commit import (
     DRAFTED,
     accept_block,
     accept_prefix,
-    commit_causal,
     draft_slots,
     plan_causal_commit,
     plan_self_speculation,
@@ -163,7 +162,6 @@ rounded_blocks = replace(
 causal_blocks = replace(
     left_blocks,
     plan=plan_causal_commit,
-    commit=commit_causal,
     accept=accept_block,
     exact_end=False,
     next_block=False,

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.blocks import (
-    at_positions,
-    best_per_block,
-    per_block,
-    rank,
-    rank_in_block,
-)
+from dllm_plugin.decoding.blocks import per_block, rank, rank_in_block
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quota
 
@@ -50,16 +44,8 @@ def threshold(
     D2F's acceptance (``eval_dream.py``): the comparison is strict and always reads the
     confidence; the score only ranks the forced pick.
     """
-    take_RC = plan.candidates_RC & (
-        proposal.confidence_RC > settings.threshold_R[:, None]
-    )
-    num_slots = plan.full_RS.shape[1]
-    stuck_RS = plan.full_RS & (per_block(take_RC, canvas.block_RC, num_slots) == 0)
-    stuck_RC = at_positions(stuck_RS, canvas.block_RC)
-    forced_RC = best_per_block(
-        proposal.score_RC, plan.candidates_RC & stuck_RC, canvas.block_RC, num_slots
-    )
-    return take_RC | forced_RC
+    quota_RS = plan.full_RS.to(torch.int64)
+    return _sure_or_best(plan, canvas, proposal, settings, quota_RS)
 
 
 def threshold_or_equal(
@@ -182,7 +168,8 @@ def threshold_or_quota(
     quota_R = _quota_of_block(canvas, settings).masked_fill(
         is_last_R, canvas.block_RC.shape[1]
     )
-    return _sure_or_best(plan, canvas, proposal, settings, quota_R)
+    quota_RS = _quotas(plan, quota_R)
+    return _sure_or_best(plan, canvas, proposal, settings, quota_RS)
 
 
 def joint_threshold(
@@ -193,12 +180,21 @@ def joint_threshold(
     LLaDA2.1 ``generate`` (mask-to-token and token-to-token): it also takes editable
     positions whose proposal is another token with a confidence above the editing threshold.
     """
-    quota_R = settings.num_to_transfer_R.to(torch.int64)
-    take_RC = _sure_or_best(plan, canvas, proposal, settings, quota_R)
+    quota_RS = _quotas(plan, settings.num_to_transfer_R.to(torch.int64))
+    take_RC = _sure_or_best(plan, canvas, proposal, settings, quota_RS)
     sure_RC = proposal.confidence_RC > settings.editing_threshold_R[:, None]
     return take_RC | (
         plan.editable_RC & sure_RC & (proposal.token_RC != canvas.tokens_RC)
     )
+
+
+def _quotas(plan: StepPlan, quota_R: Tensor) -> Tensor:
+    """Return the quota of each block, given that of the first unfinished one.
+
+    Of later blocks, fully activated blocks have a quota of one and others none.
+    """
+    is_first_RS = plan.active_RS & (plan.active_RS.cumsum(dim=1) == 1)
+    return torch.where(is_first_RS, quota_R[:, None], plan.full_RS.to(torch.int64))
 
 
 def _sure_or_best(
@@ -206,16 +202,10 @@ def _sure_or_best(
     canvas: Canvas,
     proposal: Proposal,
     settings: PolicySettings,
-    quota_R: Tensor,
+    quota_RS: Tensor,
 ) -> Tensor:
-    """Take candidates above the threshold; of blocks with fewer than their quota the best.
-
-    The quota is that of the first unfinished block; of later blocks, fully activated blocks have
-    a quota of one and others none.
-    """
+    """Take candidates above the threshold; of blocks with fewer than their quota the best."""
     num_slots = plan.full_RS.shape[1]
-    is_first_RS = plan.active_RS & (plan.active_RS.cumsum(dim=1) == 1)
-    quota_RS = torch.where(is_first_RS, quota_R[:, None], plan.full_RS.to(torch.int64))
     sure_RC = plan.candidates_RC & (
         proposal.confidence_RC > settings.threshold_R[:, None]
     )

@@ -10,10 +10,10 @@ import torch
 
 from dllm_plugin.decoding.blocks import (
     at_positions,
-    best_per_block,
     leading,
     per_block,
     rank,
+    rank_in_block,
 )
 from dllm_plugin.kernels.confidence.reference import (
     RowSampling,
@@ -199,7 +199,7 @@ def test_blocks_against_loops() -> None:
         flags = torch.rand(20, slots, generator=generator) < 0.5
         spread, best = (
             at_positions(flags, block),
-            best_per_block(score, candidates, block, slots),
+            candidates & (rank_in_block(score, candidates, block, slots) == 0),
         )
         ranks = rank(score, candidates)
         for r in range(20):
