@@ -168,6 +168,18 @@ class DecodeConfig:
             "while they are decoded"
         )
 
+    @property
+    def no_prompt_logprobs(self) -> str:
+        """Return why log-probabilities of prompts are refused; empty if they are not."""
+        if self.method.accept is None:
+            return (
+                "rows of prompts do not become logits; with LLaDA and Dream, to score a text, use "
+                "/v1/likelihood or examples/lm_eval_model.py"
+            )
+        if self.vocab_parallel:
+            return "each rank has its own columns of the logits (vocab_parallel)"
+        return ""
+
     def __getstate__(self) -> dict[str, Any]:
         """Return only the fields: functions of a method do not pickle."""
         return {

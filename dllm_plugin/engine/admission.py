@@ -68,7 +68,7 @@ class RequestRules(LogitsProcessor):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError naming the first parameter that cannot be honoured."""
         config, params = cls.config, sampling_params
-        check_sampling_params(params, config.mask_token_id)
+        check_sampling_params(params, config)
         asked = arguments_of(config, params)
         given = given_arguments(params.extra_args)
         case = Case(config, asked, given, params)

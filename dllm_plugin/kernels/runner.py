@@ -1,4 +1,4 @@
-"""Replace the nine Triton kernels of vLLM's model runner v2 by NumPy, on CPUs without Triton.
+"""Replace the twelve Triton kernels of vLLM's model runner v2 by NumPy, on CPUs without Triton.
 
 Each function takes the arguments of the kernel that it replaces, by the same names in the same
 order (long lists are wrapped by hand); `BLOCK_SIZE` and its like only tune Triton. vLLM does not
@@ -283,11 +283,49 @@ def post_update_num_computed_tokens(
     num_computed_tokens_ptr.numpy()[idx] += bounds[rows + 1] - bounds[rows]
 
 
+def prompt_logprobs_token_ids(
+    prompt_logprobs_token_ids_ptr: Tensor, query_start_loc_ptr: Tensor, idx_mapping_ptr: Tensor,
+    num_computed_tokens_ptr: Tensor, all_token_ids_ptr: Tensor, all_token_ids_stride: int,
+    BLOCK_SIZE: int
+) -> None:  # fmt: skip
+    """Write the token after each computed one, [T]; what lies after a row's end is not read."""
+    idx_R = idx_mapping_ptr.numpy()
+    bounds = query_start_loc_ptr.numpy()[: len(idx_R) + 1]
+    first_R = idx_R * all_token_ids_stride + num_computed_tokens_ptr.numpy()[idx_R] + 1
+    tokens = _flat(all_token_ids_ptr)
+    source = _spans(first_R, bounds[1:] - bounds[:-1])
+    target = prompt_logprobs_token_ids_ptr.numpy()
+    target[bounds[0] : bounds[-1]] = tokens.take(source, mode="clip")
+
+
+def topk_log_softmax(
+    output_ptr: Tensor, logits_ptr: Tensor, logits_stride: int, topk_ids_ptr: Tensor,
+    topk_ids_stride: int, topk: int, vocab_size: int, BLOCK_SIZE: int, TOPK_BLOCK_SIZE: int
+) -> None:  # fmt: skip
+    """Write the log-probabilities of some ids of each row, float32 [T, topk]."""
+    scores = logits_ptr.to(torch.float32).log_softmax(dim=1)
+    output_ptr.copy_(scores.gather(1, topk_ids_ptr))
+
+
+def ranks(
+    output_ptr: Tensor, logits_ptr: Tensor, logits_stride: int, token_ids_ptr: Tensor,
+    vocab_size: int, BLOCK_SIZE: int
+) -> None:  # fmt: skip
+    """Write how many ids of each row are as likely as its token, [T]."""
+    chosen = logits_ptr.gather(1, token_ids_ptr[:, None])
+    output_ptr.copy_((logits_ptr >= chosen).sum(dim=1))
+
+
 _GPU = "vllm.v1.worker.gpu"
 KERNELS: dict[str, Callable[..., None]] = {
     f"{_GPU}.buffer_utils._apply_write_kernel": apply_write,
     f"{_GPU}.block_table._gather_block_tables_kernel": gather_block_tables,
     f"{_GPU}.block_table._compute_slot_mappings_kernel": compute_slot_mappings,
+    f"{_GPU}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
+        prompt_logprobs_token_ids
+    ),
+    f"{_GPU}.sample.logprob._topk_log_softmax_kernel": topk_log_softmax,
+    f"{_GPU}.sample.logprob._ranks_kernel": ranks,
 }
 for _kernel in (
     prepare_prefill_inputs,

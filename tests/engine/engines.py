@@ -175,6 +175,20 @@ def results(outputs: Sequence[Any]) -> list[tuple[list[int], int]]:
     return [(token_ids(output), forwards(output)) for output in outputs]
 
 
+def check_prompt_logprobs(
+    plain: Any, prompt: list[int], columns: int, output: Any
+) -> None:
+    """Those of a causal forward of the plain model: the best ids, and the prompt's own."""
+    scores = plain.rows(prompt, list(range(len(prompt)))).log_softmax(-1)
+    found = output.prompt_logprobs
+    assert len(found) == len(prompt) and found[0] is None
+    for row, token, entry in zip(scores[:-1], prompt[1:], found[1:], strict=True):
+        assert {token, *row.topk(columns).indices.tolist()} == set(entry)
+        assert entry[token].rank == int((row >= row[token]).sum())
+        for i, one in entry.items():
+            assert abs(one.logprob - float(row[i])) < 1e-3
+
+
 def step_through(
     llm: Any, arrivals: dict[int, list[tuple[str, list[int], Any]]]
 ) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from engines import (
+    CHECKPOINTS,
     EngineRoom,
+    check_prompt_logprobs,
     forwards,
     free_pages,
     generate,
@@ -19,6 +21,8 @@ from engines import (
     token_ids,
 )
 from grammar_requests import same_for_any_drafts
+
+from dllm_plugin.reference.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ADAPTER = str(GOLDENS / "checkpoints" / "tiny-nemotron" / "linear_spec_lora")
@@ -31,6 +35,11 @@ Case = dict[str, Any]
 @cache
 def cases_of(trace: str) -> list[Case]:
     return json.loads((GOLDENS / f"{trace}.json").read_text())["cases"]
+
+
+@cache
+def plain_model(family: str) -> PlainModel:
+    return PlainModel.load(CHECKPOINTS / f"tiny-{family}")
 
 
 def drafted(adapted: bool) -> list[Case]:
@@ -141,25 +150,39 @@ def test_texts_do_not_depend_on_drafts(room: EngineRoom) -> None:
                     assert all(abs(a[i].logprob - b[i].logprob) < 1e-3 for i in a)
 
 
-@pytest.mark.parametrize("options", [BLOCKS, DRAFTS], ids=["blocks", "drafts"])
-def test_prompts_in_parts_with_few_pages(
-    options: dict[str, Any], room: EngineRoom
-) -> None:
+IN_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks": ("nemotron", BLOCKS),
+    "drafts": ("nemotron", DRAFTS),
+    "strides": ("idlm", {"block_length": 8}),
+    "windows": ("wedlm", {}),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_prompts_in_parts_with_few_pages(kind: str, room: EngineRoom) -> None:
     """Texts are those of an engine with room, also after preemption and from cached pages."""
+    family, options = IN_PARTS[kind]
     prompts = [letters(length, seed=length) for length in (1, 33, 64, 100, 150, 2)]
-    wish = params(40, logprobs=0, dllm_block_length=8)
-    whole = results(generate(room.start("nemotron", options, True), prompts, wish))
+    length = "dllm_window" if family == "wedlm" else "dllm_block_length"
+    wish = params(40, logprobs=0, **{length: 8})
+    whole = results(generate(room.start(family, options, True), prompts, wish))
     settings = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 170,
         "block_size": 32,
         "num_gpu_blocks_override": 9,
     }
-    llm = room.start("nemotron", options, True, **settings)
+    llm = room.start(family, options, True, **settings)
     pages, before = free_pages(llm), num_preemptions(llm)
     for _ in range(2):
         assert results(generate(llm, prompts, wish)) == whole
     assert num_preemptions(llm) > before and free_pages(llm) == pages
+    if family == "wedlm":
+        return
+    scored = generate(llm, prompts, params(40, prompt_logprobs=2, **{length: 8}))
+    assert results(scored) == whole
+    for prompt, output in zip(prompts, scored, strict=True):
+        check_prompt_logprobs(plain_model(family), prompt, 2, output)
 
 
 def test_the_budget_of_thinking_ends_in_the_text(room: EngineRoom) -> None:

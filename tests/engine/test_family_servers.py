@@ -22,6 +22,7 @@ class Row(NamedTuple):
     has_gaps: bool = False
     scores: bool = True
     grammars: bool = True
+    scores_prompts: bool = False
 
 
 ROWS = {
@@ -29,8 +30,8 @@ ROWS = {
     "llada-moe": Row(32, has_gaps=True),
     "rnd1": Row(32, has_gaps=True),
     "a2d-qwen3": Row(32, has_gaps=True),
-    "nemotron": Row(),
-    "idlm": Row(32),
+    "nemotron": Row(scores_prompts=True),
+    "idlm": Row(32, scores_prompts=True),
     "wedlm": Row(),
     "llada2.2": Row(scores=False, grammars=False),
 }
@@ -97,6 +98,24 @@ def test_seeds_and_scores(served: Served) -> None:
     assert len(scored) == len(choice["token_ids"])
     for place in scored[:-1]:  # the last one of RND1 is given
         assert place["logprob"] <= 0 and len(place["top_logprobs"]) == 2
+
+
+def test_echoed_prompts_have_scores(served: Served) -> None:
+    """Where a causal forward computes them, as vLLM's models do."""
+    body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body |= {"echo": True, "logprobs": 1}
+    if not served.row.scores_prompts:
+        reason = "prompt_logprobs is not supported by diffusion decoding: rows"
+        assert reason in served.refusal("completions", **body)
+        return
+    reply = served.server.post("completions", body)
+    assert reply.status_code == 200, reply.text
+    [choice] = reply.json()["choices"]
+    assert choice["text"].startswith("one two")
+    first, *others = choice["logprobs"]["token_logprobs"]
+    prompt_tokens = reply.json()["usage"]["prompt_tokens"]
+    assert first is None and len(others) == prompt_tokens + 4 - 1
+    assert all(score <= 0 for score in others)
 
 
 def test_grammars(served: Served) -> None:

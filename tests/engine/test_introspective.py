@@ -14,6 +14,7 @@ from engines import (
     LETTERS,
     EngineRoom,
     a_prompt,
+    check_prompt_logprobs,
     forwards,
     free_pages,
     generate,
@@ -26,7 +27,7 @@ from engines import (
 from grammar_requests import same_for_any_drafts
 from grammar_requests import wish as wish_grammar
 
-from dllm_plugin.config.carriers import unpack_snapshot
+from dllm_plugin.config.carriers import unpack_drafts, unpack_snapshot
 from dllm_plugin.reference.model import PlainModel
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -150,6 +151,18 @@ def test_logprobs_are_those_of_causal_rows(llm: Any) -> None:
             assert abs(one.logprob - float(row[i])) < 1e-3
 
 
+def test_logprobs_of_prompts_are_those_of_causal_rows(llm: Any) -> None:
+    """Beside requests that ask for none, and again if pages of the prompt are cached."""
+    prompts = [a_prompt(length, 8) for length in (1, 2, 70, 70, 33)]
+    wishes = [params(9, prompt_logprobs=k) for k in (2, 0, 3, 3)]
+    outputs = generate(llm, prompts, [*wishes, params(9)])
+    assert outputs[-1].prompt_logprobs is None
+    alone = generate(llm, prompts, params(9))
+    assert results(outputs) == results(alone)
+    for prompt, one, output in zip(prompts, wishes, outputs, strict=False):
+        check_prompt_logprobs(model(), prompt, one.prompt_logprobs, output)
+
+
 def test_sampled_texts_are_distributed_as_causal_decoding_samples(llm: Any) -> None:
     """Of 64 texts of three tokens of four; filters leave out some of them."""
     prompt, allowed, count = a_prompt(9, 2), [111, 35, 81, 46], 1200
@@ -213,6 +226,8 @@ def test_traces_and_snapshots(llm: Any, stride: int) -> None:
         assert ((sure[1:] > 0) & (sure[1:] <= 1)).all()
         snapshot = unpack_snapshot(output)
         assert snapshot is not None and snapshot.forward == forwards(output)
+        counts = output.outputs[0].spec_decode_metrics
+        assert snapshot.drafts == unpack_drafts(counts) is not None
 
 
 def test_n_completions_and_rules(llm: Any) -> None:
@@ -301,7 +316,7 @@ def test_penalties_are_those_of_causal_decoding(llm: Any) -> None:
 
 REFUSED = [
     ({"dllm_block_length": 17}, "is longer than the canvas of 16 positions"),
-    ({"prompt_logprobs": 1}, "rows of prompts do not become logits"),
+    ({"prompt_logprob_token_ids": [[5]]}, "rows of prompts do not become logits"),
     ({"dllm_early_text": 1}, "is not supported"),
     ({"dllm_steps": 2}, "has no effect with strategy 'introspective'"),
     ({"dllm_template": [-1, 5]}, "sees the text behind a gap"),

@@ -251,11 +251,46 @@ def post_update_num_computed_tokens(rng: Generator) -> Launch:
     return cpu.post_update_num_computed_tokens, (len(idx),), arguments, {}
 
 
+def prompt_logprobs_token_ids(rng: Generator) -> Launch:
+    idx, num_slots = slots(rng)
+    query_start_loc = bounds(rng.integers(0, 21, len(idx)))
+    all_token_ids = tensor(rng.integers(0, 1000, (num_slots, 60)), spare=4)
+    arguments = [poisoned(query_start_loc[-1] + 3, dtype=torch.int64)]
+    arguments += [tensor(query_start_loc), tensor(idx, torch.int64)]
+    arguments += [tensor(rng.integers(0, 30, num_slots)), all_token_ids]
+    arguments += [all_token_ids.stride(0)]
+    return cpu.prompt_logprobs_token_ids, (len(idx),), arguments, {"BLOCK_SIZE": 8}
+
+
+def scored(rng: Generator, columns: int) -> list[Any]:
+    """Logits of some rows, and ids of each."""
+    rows, vocab = int(rng.integers(1, 6)), 21
+    logits = tensor(rng.normal(size=(rows, vocab)).round(1), torch.float32, spare=3)
+    return [logits, tensor(rng.integers(0, vocab, (rows, columns)), torch.int64)]
+
+
+def topk_log_softmax(rng: Generator) -> Launch:
+    columns = int(rng.integers(1, 12))
+    logits, ids = scored(rng, columns)
+    output = poisoned(len(ids), columns, dtype=torch.float32)
+    arguments = [output, logits, logits.stride(0), ids, ids.stride(0), columns, 21]
+    constants = {"BLOCK_SIZE": 8, "TOPK_BLOCK_SIZE": 4}
+    return cpu.topk_log_softmax, (len(ids),), arguments, constants
+
+
+def ranks(rng: Generator) -> Launch:
+    logits, ids = scored(rng, 1)
+    output = poisoned(len(ids), dtype=torch.int64)
+    arguments = [output, logits, logits.stride(0), ids[:, 0].contiguous(), 21]
+    return cpu.ranks, (len(ids),), arguments, {"BLOCK_SIZE": 8}
+
+
 CASES = (
     *(apply_write, apply_write_elements, apply_write_groups),
     *(gather_block_tables, compute_slot_mappings),
     *(prepare_prefill_inputs, prepare_pos_seq_lens, combine_sampled_and_draft_tokens),
     *(post_update, expand_idx_mapping, post_update_num_computed_tokens),
+    *(prompt_logprobs_token_ids, topk_log_softmax, ranks),
 )
 
 
@@ -377,6 +412,7 @@ def test_kernel_does_what_triton_does(case, seed, oracle):
     kernel(*map(pointers, arguments), **constants)
     for name, got, want in zip(names, arguments, expected, strict=False):
         for got_part, want_part in zip(parts(got), parts(want), strict=True):
-            assert torch.equal(got_part, want_part), (
+            # Sums of floats may be taken in another order.
+            assert torch.allclose(got_part, want_part, 1e-6, 1e-6), (
                 f"{name}: {got_part} is not {want_part}"
             )

@@ -226,10 +226,11 @@ FIELDS: dict[type, str] = {
     NewRequestData: "req_id prompt_token_ids prefill_token_ids sampling_params num_computed_tokens",
     SchedulerOutput: "num_scheduled_tokens scheduled_new_reqs scheduled_spec_decode_tokens "
     "total_num_scheduled_tokens finished_req_ids preempted_req_ids",
-    ModelRunnerOutput: "req_id_to_index sampled_token_ids",
+    ModelRunnerOutput: "req_id_to_index sampled_token_ids prompt_logprobs_dict",
     EngineCoreOutputs: "outputs",
     EngineCoreOutput: "request_id new_token_ids new_logprobs kv_transfer_params prefill_stats "
-    "finish_reason events trace_headers spec_decode_metrics routed_experts",
+    "new_prompt_logprobs_tensors finish_reason events trace_headers spec_decode_metrics "
+    "routed_experts",
     LogprobsLists: "logprob_token_ids logprobs sampled_token_ranks cu_num_generated_tokens",
     KVCacheManager: "block_pool enable_caching watermark_blocks",
     SchedulerStats: "num_running_reqs num_waiting_reqs spec_decoding_stats",

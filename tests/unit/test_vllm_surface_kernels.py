@@ -38,6 +38,13 @@ KERNELS = {
     "expanded_local_pos_ptr cu_num_logits_ptr BLOCK_SIZE",
     "input_batch._post_update_num_computed_tokens_kernel": "idx_mapping_ptr "
     "num_computed_tokens_ptr query_start_loc_ptr",
+    "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": "prompt_logprobs_token_ids_ptr "
+    "query_start_loc_ptr idx_mapping_ptr num_computed_tokens_ptr all_token_ids_ptr "
+    "all_token_ids_stride BLOCK_SIZE",
+    "sample.logprob._topk_log_softmax_kernel": "output_ptr logits_ptr logits_stride topk_ids_ptr "
+    "topk_ids_stride topk vocab_size BLOCK_SIZE TOPK_BLOCK_SIZE",
+    "sample.logprob._ranks_kernel": "output_ptr logits_ptr logits_stride token_ids_ptr vocab_size "
+    "BLOCK_SIZE",
 }
 
 FLASH = "v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder."

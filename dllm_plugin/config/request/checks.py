@@ -16,7 +16,6 @@ from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import methods_of
 
-SCORED_BY = "to score a text, use /v1/likelihood or examples/lm_eval_model.py"
 # Penalties, with the value that penalises nothing.
 PENALTIES = {
     "presence_penalty": 0.0,
@@ -25,10 +24,6 @@ PENALTIES = {
 }
 # Parameter -> neutral value, and why diffusion decoding refuses anything else.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "prompt_logprobs": (
-        None,
-        f"rows of prompts do not become logits; with LLaDA and Dream, {SCORED_BY}",
-    ),
     "prompt_logprob_token_ids": (None, "rows of prompts do not become logits"),
     "prompt_logprob_start": (None, "rows of prompts do not become logits"),
     "logprob_token_ids": (None, "only top log-probabilities are kept per position"),
@@ -50,9 +45,12 @@ MAX_WORD_TOKENS = 16
 MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
 
 
-def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
+def check_sampling_params(params: SamplingParams, config: DecodeConfig) -> None:
     """Raise ValueError naming the first of vLLM's parameters that cannot be honoured."""
-    for name, (neutral, reason) in REFUSED.items():
+    refused = dict(REFUSED)
+    if config.no_prompt_logprobs:
+        refused = {"prompt_logprobs": (None, config.no_prompt_logprobs), **REFUSED}
+    for name, (neutral, reason) in refused.items():
         value = getattr(params, name)
         if value is not None and value != neutral:
             raise ValueError(
@@ -62,7 +60,7 @@ def check_sampling_params(params: SamplingParams, mask_token_id: int) -> None:
     _check_text(params)
     _check_beams(params)
     _check_limits(params)
-    _check_choices(params, mask_token_id)
+    _check_choices(params, config.mask_token_id)
 
 
 def check_moving_tokens(case: Case) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -96,6 +96,8 @@ class ReportingScheduler(AsyncScheduler):
         self.records: dict[str, Record] = {}
         self._with_stop_strings: set[str] = set()
         self.watches: dict[str, Watch] = {}
+        # Log-probabilities of prompts, until a request has its first output.
+        self._of_prompts: dict[str, LogprobsTensors | None] = {}
         self._ended: list[EndedRequest] = []
 
     def arguments_of(self, request: Request) -> RequestArguments:
@@ -217,16 +219,25 @@ class ReportingScheduler(AsyncScheduler):
     def update_from_output(
         self, output: SchedulerOutput, results: ModelRunnerOutput
     ) -> Outputs:
-        """Update as vLLM does; requests with stop strings get counts with each piece."""
+        """Update as vLLM does; requests with stop strings get counts with each piece.
+
+        vLLM has the log-probabilities of a prompt sent with the forward that computes its end,
+        which brings no token here.
+        """
         steps = begin_step(self.requests, self.watches, results)
+        self._of_prompts |= results.prompt_logprobs_dict
+        results.prompt_logprobs_dict.clear()
         outputs = super().update_from_output(output, results)
         end_step(steps, outputs, results.logprobs, self.kv_cache_manager)
-        if not self._with_stop_strings:
+        if not (self._with_stop_strings or self._of_prompts):
             return outputs
         for of_client in outputs.values():
             for each in of_client.outputs:
-                # If the front end finds a stop string, this output is the last one.
                 req_id = each.request_id
+                each.new_prompt_logprobs_tensors = self._of_prompts.pop(req_id, None)
+                # If the front end finds a stop string, this output is the last one.
                 if req_id in self._with_stop_strings:
                     each.spec_decode_metrics = self.records[req_id].counts
+        for gone in self._of_prompts.keys() - self.requests.keys():
+            del self._of_prompts[gone]
         return outputs
