@@ -131,9 +131,9 @@ def _serve_every_kind(llm: Any, name: str, prompts: list[list[int]]) -> None:
     """Serve one request and several, with one row each and more, with features and without."""
     length = "dllm_window" if name == "wedlm" else "dllm_block_length"
     short, featured = {length: 1}, {"logprobs": 2, "presence_penalty": 0.5}
-    for few in (1, 2, 4):
+    for count in (1, 2, 4, 16):  # the last is the canvas of I-DLM
         for options in ({}, short, featured, featured | short):
-            generate(llm, prompts[:few], params(12, **options))
+            generate(llm, (4 * prompts)[:count], params(12, **options))
     generate(llm, prompts[:2], [params(12, **short), params(12, **featured)])
     if name == "wedlm":
         return
@@ -164,7 +164,7 @@ def test_compiled_steps_take_the_same_decisions(name: str, room: EngineRoom) -> 
         sizes, counted.sizes = counted.sizes, []
         _serve_every_kind(llm, name, prompts)
         assert counters["stats"]["unique_graphs"] == compiled > 0
-        assert {1, 2, 4} <= set(counted.sizes)
+        assert {1, 2, 4, 16} <= set(counted.sizes)
     sampler.rows.begin, decider.decide = before
     decider.compiled_for = None
     # Only a step with the first tokens of texts has a feature.

@@ -1,0 +1,84 @@
+"""What any request may ask for, of the families whose texts are stored by causal forwards."""
+
+from collections.abc import Iterator
+from string import ascii_lowercase
+from typing import Any, NamedTuple
+
+import pytest
+from engines import EngineRoom, generate, letters, params, results, token_ids
+
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks": ("nemotron", {"strategy": "block_diffusion", "block_length": 8}),
+    "self_speculation": ("nemotron", {"strategy": "self_speculation"}),
+    "introspective": ("idlm", {"block_length": 8}),
+    "causal_window": ("wedlm", {}),
+    "llada2.2": ("llada2.2", {}),
+}
+HOT = {"temperature": 0.9, "seed": 20}
+
+
+class Served(NamedTuple):
+    """An engine, the ids of its letters, and a prompt of letters."""
+
+    llm: Any
+    letters: list[int]
+    prompt: list[int]
+    moves_tokens: bool
+
+
+@pytest.fixture(params=list(ENGINES), scope="module")
+def served(request: pytest.FixtureRequest, room: EngineRoom) -> Iterator[Served]:
+    family, dllm = ENGINES[request.param]
+    llm = room.start(family, dllm, True)
+    ids = llm.get_tokenizer().convert_tokens_to_ids(list(ascii_lowercase))
+    prompt = [ids[letter - 64] for letter in letters(15, 4)]
+    yield Served(llm, ids, prompt, family == "llada2.2")
+
+
+def test_several_texts_have_seeds_that_count_up(served: Served) -> None:
+    llm, prompt = served.llm, served.prompt
+    [many] = generate(llm, [prompt], params(30, n=3, **HOT))
+    for i, completion in enumerate(many.outputs):
+        [single] = generate(llm, [prompt], params(30, **HOT | {"seed": 20 + i}))
+        assert list(completion.token_ids) == token_ids(single)
+
+
+def test_rules_hold_for_every_token(served: Served) -> None:
+    """Beside each other as alone; LLaDA2.2, whose tokens move, refuses them by name."""
+    if served.moves_tokens:
+        pytest.skip("refused by name")
+    llm, some, prompt = served.llm, served.letters, served.prompt
+    a, b, *_ = some
+    wishes = [
+        params(30, allowed_token_ids=some, **HOT),
+        params(30, stop_token_ids=some, min_tokens=29),
+        params(30, logit_bias={a: 60, b: 59}, min_p=0.1, **HOT),
+        params(30, presence_penalty=1.0, frequency_penalty=0.5, bad_words=["a", "b"]),
+        params(30, stop_token_ids=some[:9], ignore_eos=False, logprobs=1),
+    ]
+    together = generate(llm, [prompt] * len(wishes), wishes)
+    for one, output in zip(wishes, together, strict=True):
+        assert results(generate(llm, [prompt], one)) == results([output])
+    assert set(token_ids(together[0])) <= set(some)
+    assert len(token_ids(together[1])) >= 29
+    assert set(token_ids(together[2])) <= {a, b}
+    assert not {a, b} & set(token_ids(together[3]))
+    assert not set(token_ids(together[4])[:-1]) & set(some[:9])
+
+
+def test_text_is_never_taken_back(served: Served) -> None:
+    """Nor does a stop string end it elsewhere than in the whole text."""
+    llm, prompt = served.llm, served.prompt
+    rules = {} if served.moves_tokens else {"allowed_token_ids": served.letters}
+    [free] = generate(llm, [prompt], params(40, **rules))
+    text = free.outputs[0].text
+    stop = text[11:13]
+    assert stop
+    one = params(40, **rules, stop=[stop])
+    llm.llm_engine.add_request("stopped", {"prompt_token_ids": prompt}, one)
+    seen = ""
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            assert output.outputs[0].text.startswith(seen)
+            seen = output.outputs[0].text
+    assert seen == text[: text.index(stop)]
