@@ -5,7 +5,7 @@ from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import pytest
-from engines import EngineRoom, generate, letters, params, results, token_ids
+from engines import EngineRoom, generate, letters, params, token_ids
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("nemotron", {"strategy": "block_diffusion", "block_length": 8}),
@@ -58,7 +58,9 @@ def test_rules_hold_for_every_token(served: Served) -> None:
     ]
     together = generate(llm, [prompt] * len(wishes), wishes)
     for one, output in zip(wishes, together, strict=True):
-        assert results(generate(llm, [prompt], one)) == results([output])
+        # Lengths of drafts follow the load, so forwards may differ.
+        [alone] = generate(llm, [prompt], one)
+        assert token_ids(alone) == token_ids(output)
     assert set(token_ids(together[0])) <= set(some)
     assert len(token_ids(together[1])) >= 29
     assert set(token_ids(together[2])) <= {a, b}

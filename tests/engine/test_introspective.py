@@ -158,7 +158,7 @@ def test_logprobs_of_prompts_are_those_of_causal_rows(llm: Any) -> None:
     outputs = generate(llm, prompts, [*wishes, params(9)])
     assert outputs[-1].prompt_logprobs is None
     alone = generate(llm, prompts, params(9))
-    assert results(outputs) == results(alone)
+    assert list(map(token_ids, outputs)) == list(map(token_ids, alone))
     for prompt, one, output in zip(prompts, wishes, outputs, strict=False):
         check_prompt_logprobs(model(), prompt, one.prompt_logprobs, output)
 
@@ -244,7 +244,9 @@ def test_n_completions_and_rules(llm: Any) -> None:
     ]
     together = generate(llm, [prompt] * 3, wishes)
     for one, output in zip(wishes, together, strict=True):
-        assert results(generate(llm, [prompt], one)) == results([output])
+        # Lengths of drafts follow the load.
+        [alone] = generate(llm, [prompt], one)
+        assert token_ids(alone) == token_ids(output)
     assert set(token_ids(together[0])) <= set(range(64, 90))
     assert len(token_ids(together[1])) >= 29
     assert set(token_ids(together[2])) <= {65, 66}
