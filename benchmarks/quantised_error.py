@@ -25,6 +25,7 @@ from torch import Tensor
 from dllm_plugin import default_model
 from dllm_plugin.models.checkpoints.quantised import quantise_rows
 from dllm_plugin.reference.model import PlainModel, Turns
+from dllm_plugin.reference.sizes import Sizes
 from dllm_plugin.reference.text import Text
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -283,7 +284,8 @@ def random_model(sizes: tuple[int, ...], outlier: bool) -> PlainModel:
             f"{layer}.mlp.up_proj.weight": random(inner, width),
             f"{layer}.mlp.down_proj.weight": random(width, inner),
         }
-    return PlainModel(weights, LAYERS, heads, kv_heads, 1e-6, 5e5, False, PROMPT, head)
+    shape = (LAYERS, heads, kv_heads, head, 1e-6, 5e5, head, False)
+    return PlainModel(weights, Sizes("llada", *shape, raw={}), PROMPT)
 
 
 def layers(_limit: int) -> None:

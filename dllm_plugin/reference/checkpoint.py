@@ -1,7 +1,6 @@
 """Read a checkpoint's weights for the plain model, every tensor under Qwen's name.
 
-What is there must be exactly what config.json asks for: a missing, surplus or misshapen tensor is a
-ValueError that names it.
+Nothing is checked: the engine refuses a missing, surplus or misshapen tensor.
 """
 
 import json
@@ -16,8 +15,12 @@ from torch import Tensor
 from dllm_plugin.reference.sizes import LLADA, LLADA2, NEMOTRON, Sizes
 
 COMPUTED = (".rotary_emb.", "rotary_pos_emb.inv_freq")  # buffers that nobody reads
-# LLaDA's names in the order of Qwen's.
-LLADA_LAYER = {
+# Parts of names -> parts of Qwen's; for each kind in this order.
+LLADA_PARTS = {
+    "model.transformer.ff_out": "lm_head",
+    "transformer.wte": "embed_tokens",
+    "transformer.ln_f": "norm",
+    "transformer.blocks": "layers",
     "attn_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
@@ -28,11 +31,6 @@ LLADA_LAYER = {
     "up_proj": "mlp.up_proj",
     "ff_out": "mlp.down_proj",
 }
-LLADA_OUTSIDE = {
-    "model.transformer.wte": "model.embed_tokens",
-    "model.transformer.ln_f": "model.norm",
-    "model.transformer.ff_out": "lm_head",
-}
 LLADA2_PARTS = {
     "word_embeddings": "embed_tokens",
     ".attention.": ".self_attn.",
@@ -41,6 +39,8 @@ LLADA2_PARTS = {
     "self_attn.dense": "self_attn.o_proj",
 }
 NEMOTRON_PARTS = {"encoder.": "model.", "diffusion_head.": "lm_head."}
+PARTS = {LLADA: LLADA_PARTS, NEMOTRON: NEMOTRON_PARTS}
+PARTS |= dict.fromkeys(LLADA2, LLADA2_PARTS)
 
 
 def load_weights(
@@ -50,7 +50,7 @@ def load_weights(
     device: str = "cpu",
     adapter: Path | None = None,
 ) -> dict[str, Tensor]:
-    """Read all safetensors files of a folder, merge an adapter, and check names and shapes."""
+    """Read all safetensors files of a folder, and merge an adapter."""
     weights: dict[str, Tensor] = {}
     updates = {} if adapter is None else _updates(adapter)
     for name, tensor in _stored(folder):
@@ -66,7 +66,6 @@ def load_weights(
         raise ValueError(f"The adapter's update of '{min(updates)}' found no weight.")
     if sizes.tied:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    _check(weights, sizes.shapes())
     return weights
 
 
@@ -82,50 +81,17 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def _check(weights: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    if missing := sorted(set(shapes) - set(weights)):
-        raise ValueError(f"The checkpoint has no weight for {missing[0]}.")
-    if surplus := sorted(set(weights) - set(shapes)):
-        raise ValueError(
-            f"The checkpoint holds {surplus[0]}, which its model does not have."
-        )
-    for name, shape in shapes.items():
-        if tuple(weights[name].shape) != shape:
-            found = tuple(weights[name].shape)
-            raise ValueError(
-                f"{name} has shape {found}, but config.json asks for {shape}."
-            )
-
-
 def _under_qwens_names(
     name: str, tensor: Tensor, sizes: Sizes
 ) -> Iterator[tuple[str, Tensor]]:
-    if sizes.kind == LLADA:
-        yield _llada_name(name), tensor
+    for theirs, ours in PARTS.get(sizes.kind, {}).items():
+        name = name.replace(theirs, ours)
+    if "query_key_value" not in name:
+        yield name, tensor
         return
-    if sizes.kind == NEMOTRON:
-        for theirs, ours in NEMOTRON_PARTS.items():
-            name = name.replace(theirs, ours)
-    if sizes.kind in LLADA2:
-        for theirs, ours in LLADA2_PARTS.items():
-            name = name.replace(theirs, ours)
-        if "query_key_value" in name:
-            rows = [
-                sizes.head * n for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-            ]
-            for part, piece in zip("qkv", tensor.split(rows), strict=True):
-                yield name.replace("query_key_value", f"{part}_proj"), piece
-            return
-    yield name, tensor
-
-
-def _llada_name(name: str) -> str:
-    module, _, leaf = name.rpartition(".")
-    if module in LLADA_OUTSIDE:
-        return f"{LLADA_OUTSIDE[module]}.{leaf}"
-    prefix, _, rest = module.partition(".blocks.")
-    layer, _, part = rest.partition(".")
-    return f"model.layers.{layer}.{LLADA_LAYER.get(part, part)}.{leaf}"
+    rows = [sizes.head * n for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    for part, piece in zip("qkv", tensor.split(rows), strict=True):
+        yield name.replace("query_key_value", f"{part}_proj"), piece
 
 
 def _updates(adapter: Path) -> dict[str, Tensor]:

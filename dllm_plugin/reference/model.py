@@ -9,6 +9,7 @@ import math
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from dllm_plugin.reference.checkpoint import load_weights
-from dllm_plugin.reference.sizes import (
-    LLADA2,
-    LLADA_MOE,
-    MASKS,
-    NEMOTRON,
-    SHIFTED,
-    Sizes,
-)
+from dllm_plugin.reference.sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
 from dllm_plugin.reference.text import Slots
 
 BLOCK = 32  # of LLaDA2.2, whose routing shares experts between positions
@@ -103,16 +97,8 @@ class PlainModel:
     """Store a model of any family, and compute its forward."""
 
     weights: Mapping[str, Tensor]
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    eps: float
-    theta: float
-    shift: bool
+    sizes: Sizes
     mask_id: int
-    rotary_dim: int
-    router: Router | None = None
-    yarn: Mapping[str, float] | None = None
 
     @classmethod
     def load(
@@ -120,19 +106,20 @@ class PlainModel:
     ) -> "PlainModel":
         """Read config.json and all weights; `reading` as `load_weights` takes it."""
         sizes = Sizes.load(folder)
-        return cls(
-            load_weights(folder, sizes, **reading),
-            sizes.layers,
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.eps,
-            sizes.theta,
-            shift=sizes.kind in SHIFTED,
-            mask_id=_mask_id(folder, sizes) if mask_id is None else mask_id,
-            rotary_dim=sizes.rotary_dim,
-            router=Router.of(sizes),
-            yarn=sizes.raw["rope_parameters"] if sizes.kind == NEMOTRON else None,
-        )
+        weights = load_weights(folder, sizes, **reading)
+        if mask_id is None:
+            mask_id = _mask_id(folder, sizes)
+        return cls(weights, sizes, mask_id)
+
+    @cached_property
+    def router(self) -> Router | None:
+        """Return how experts are chosen; None without experts."""
+        return Router.of(self.sizes)
+
+    @property
+    def shift(self) -> bool:
+        """Return whether row p predicts the token at position p + 1."""
+        return self.sizes.kind in SHIFTED
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +127,7 @@ class PlainModel:
         return self.weights["lm_head.weight"].device
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.sizes.eps)
         return (x * scale).to(x.dtype) * self.weights[f"{name}.weight"]
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
@@ -150,23 +137,21 @@ class PlainModel:
 
     def _turns(self, start: int, count: int) -> Turns:
         """Return cosine and sine ``[N, rotary / 2]`` of the angles of positions."""
-        half = self.rotary_dim // 2
-        frequency = 1.0 / self.theta ** (torch.arange(half, device=self.device) / half)
-        if self.yarn is not None:
-            frequency = stretched(frequency, self.theta, self.yarn)
-        angle = (
-            torch.arange(start, start + count, device=self.device)[:, None] * frequency
-        )
+        half, theta = self.sizes.rotary_dim // 2, self.sizes.theta
+        frequency = 1.0 / theta ** (torch.arange(half, device=self.device) / half)
+        if self.sizes.yarn is not None:
+            frequency = stretched(frequency, theta, self.sizes.yarn)
+        position = torch.arange(start, start + count, device=self.device)
+        angle = position[:, None] * frequency
         return angle.cos(), angle.sin()
 
     def _heads(self, x: Tensor, name: str, turns: Turns) -> list[Tensor]:
         """Return query, key and value ``[heads, N, head]``, the first two rotated."""
-        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         q, k, v = (
             self._linear(x, f"{name}.{part}_proj")
-            .view(len(x), count, -1)
+            .view(len(x), -1, self.sizes.head)
             .transpose(0, 1)
-            for part, count in heads.items()
+            for part in "qkv"
         )
         if f"{name}.q_norm.weight" in self.weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
@@ -182,12 +167,12 @@ class PlainModel:
         slots: Slots | None,
     ) -> Tensor:
         q, k, v = self._heads(x, name, turns)
-        if self.yarn is not None:
+        if self.sizes.yarn is not None:
             positions = torch.arange(start, start + len(x), device=q.device)
-            q = (q * query_scale(positions, self.yarn)[:, None]).to(q.dtype)
+            q = (q * query_scale(positions, self.sizes.yarn)[:, None]).to(q.dtype)
         if slots is not None:
             k, v = slots[name] = _written(slots.get(name), (k, v), start)
-        groups = self.num_heads // self.num_kv_heads
+        groups = self.sizes.heads // self.sizes.kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         scores = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
@@ -197,10 +182,9 @@ class PlainModel:
         return self._linear(out, f"{name}.o_proj")
 
     def _gated(self, x: Tensor, name: str) -> Tensor:
-        inner = silu(self._linear(x, f"{name}.gate_proj")) * self._linear(
-            x, f"{name}.up_proj"
-        )
-        return self._linear(inner, f"{name}.down_proj")
+        gate = silu(self._linear(x, f"{name}.gate_proj"))
+        up = self._linear(x, f"{name}.up_proj")
+        return self._linear(gate * up, f"{name}.down_proj")
 
     def _mlp(self, x: Tensor, name: str) -> Tensor:
         if self.router is None or f"{name}.gate.weight" not in self.weights:
@@ -230,7 +214,7 @@ class PlainModel:
         """Compute the states behind the embedding and every layer; None: all see everything."""
         x = self.weights["model.embed_tokens.weight"][tokens]
         states, turns = [x], self._turns(start, len(tokens))
-        for i in range(self.num_layers):
+        for i in range(self.sizes.layers):
             layer = f"model.layers.{i}"
             inner = self._norm(x, f"{layer}.input_layernorm")
             x = x + self._attend(
