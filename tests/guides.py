@@ -29,7 +29,6 @@ EXAMPLES = {
     ("add-a-model.md", "The diff"): {
         "decoding/families.py",
         "decoding/methods.py",
-        "models/__init__.py",
         "models/configs.py",
         "models/toy.py",
     },

@@ -88,8 +88,11 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     found = {}
     for length, sequences in blocks.items():
         reads_saved = sequences - 1 - length / POSITIONS_PER_READ
-        if reads_saved > 0 and math.ceil(LAUNCH_COST / (reads_saved * numbers)) <= most:
-            found[length] = math.ceil(LAUNCH_COST / (reads_saved * numbers))
+        if reads_saved <= 0:
+            continue
+        requests = math.ceil(LAUNCH_COST / (reads_saved * numbers))
+        if requests <= most:
+            found[length] = requests
     return found
 
 
@@ -146,7 +149,6 @@ class CascadeBuffers:
         batch: "InputBatch",
         length: int,
         start_loc: Tensor,
-        max_seq_len: int,
         groups: KVGroups,
     ) -> dict[str, Any]:
         """Build the metadata of a step of `length` positions each.
@@ -157,20 +159,16 @@ class CascadeBuffers:
         count = len(start_loc) - 1
         canvases, padded = batch.num_reqs, count // self.sequences_per_request
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
-        suffix = CanvasSuffix(
-            start_loc, self.keys[:count], self.request[:count], length
-        )
+        keys, request = self.keys[:count], self.request[:count]
+        suffix = CanvasSuffix(start_loc, keys, request, length)
+        starts_np = batch.query_start_loc_np[: padded + 1]
         return build_attn_metadata(
             num_reqs=padded,
             num_tokens=padded * length,
             query_start_loc_gpu=batch.query_start_loc[: padded + 1],
-            query_start_loc_cpu=torch.from_numpy(
-                batch.query_start_loc_np[: padded + 1]
-            ),
+            query_start_loc_cpu=torch.from_numpy(starts_np),
             max_query_len=length,
             seq_lens=self.context[:padded],
-            max_seq_len=max_seq_len,
-            positions=batch.positions,
             causal=False,
             model_specific_attn_metadata=ExtraArguments(canvas_suffix=suffix),
             **groups._asdict(),

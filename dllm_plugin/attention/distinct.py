@@ -275,7 +275,6 @@ class SpanBuffers:
         batch: "InputBatch",
         is_full: bool,
         segments: tuple[Tensor, Tensor],
-        max_seq_len: int,
         groups: KVGroups,
     ) -> dict[str, Any]:
         """Build the metadata of one step; with `is_full` for a captured graph, padding included.
@@ -299,7 +298,6 @@ class SpanBuffers:
             query_start_loc_cpu=query_start_loc_cpu,
             max_query_len=batch.max_query_len or int(query_start_loc_cpu.diff().max()),
             seq_lens=batch.seq_lens,
-            max_seq_len=max_seq_len,
             causal=False,
             model_specific_attn_metadata=ExtraArguments(**spans),
             **groups._asdict(),

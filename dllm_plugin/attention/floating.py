@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.attention.prefills import SequenceTensors, prefills
+from dllm_plugin.attention.prefills import (
+    Sequences,
+    SequenceTensors,
+    joined,
+    prefills,
+    upload,
+    without_empty,
+)
 from dllm_plugin.kernels.floating import lay_out, lay_out_reference
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -27,35 +33,21 @@ def floating_sequences(
     per_canvas: int,
 ) -> SequenceTensors:
     """List the sequences of any batch: canvases first, then prefills without empty ones."""
-    canvases, device = count_canvases(batch), states.device
+    canvases = count_canvases(batch)
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     request = np.repeat(np.arange(canvases), per_canvas)
     lengths = _undecided(spans[:canvases], per_canvas)
-    unseen = np.zeros(request.shape, dtype=np.int64)
-    parts = [request], [lengths], [unseen]
+    parts = [Sequences(request, lengths, np.zeros_like(request))]
     if canvases < batch.num_reqs:
-        rest = prefills(batch, states, canvases)
-        filled = rest.length_B > 0
-        for part, field in zip(parts, rest, strict=True):
-            part.append(field[filled])
-    request_B, length_B, unseen_B = (np.concatenate(part) for part in parts)
-    packed = np.zeros((3, len(request_B) + 1), dtype=np.int32)
-    packed[0, 1:] = np.cumsum(length_B)
-    packed[1, :-1], packed[2, :-1] = request_B, unseen_B
-    on_device = async_tensor_h2d(packed, device=device)
-    rows = on_device[1, :-1].to(torch.int64)
-    keys_B = (batch.seq_lens[rows] - on_device[2, :-1]).clamp(0, states.max_model_len)
-    count = canvases * per_canvas
+        parts.append(without_empty(prefills(batch, states, canvases)))
+    found = upload(batch, states, joined(parts), block_tables)
+    starts, count = found.query_start_loc, canvases * per_canvas
     if canvases:
-        _lay_out(batch, states, canvases, on_device[0, : count + 1], keys_B[:count])
-    on_host = on_device[0] if device.type == "cpu" else torch.from_numpy(packed[0])
-    return SequenceTensors(
-        on_device[0],
-        on_host,
-        keys_B,
-        [table.index_select(0, rows) for table in block_tables],
-        int(spans.max()),
-    )
+        _lay_out(batch, states, canvases, starts[: count + 1], found.seq_lens[:count])
+    on_host = found.query_start_loc_cpu
+    if states.device.type == "cpu":
+        on_host = starts
+    return found._replace(query_start_loc_cpu=on_host, max_query_len=int(spans.max()))
 
 
 def captured_floating(

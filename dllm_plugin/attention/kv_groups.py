@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 
 class KVGroups(NamedTuple):
-    """List arguments of vLLM's `build_attn_metadata`, under vLLM's names.
+    """List arguments of vLLM's `build_attn_metadata` that all steps pass, under vLLM's names.
 
-    block_tables int32 ``[requests, pages]``, one per group; slot_mappings int64
-    ``[groups, tokens]``.
+    positions int64 ``[tokens]``; block_tables int32 ``[requests, pages]``, one per group;
+    slot_mappings int64 ``[groups, tokens]``.
     """
+
+    max_seq_len: int
+    positions: Tensor
 
     block_tables: "tuple[Tensor, ...] | list[Tensor]"
     slot_mappings: Tensor

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
 from dllm_plugin.attention.kv_groups import KVGroups
@@ -51,6 +52,42 @@ class Sequences(NamedTuple):
     request_B: np.ndarray
     length_B: np.ndarray
     unseen_B: np.ndarray
+
+
+def joined(parts: list[Sequences]) -> Sequences:
+    """Return the sequences of several lists, in order."""
+    return Sequences(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def without_empty(sequences: Sequences) -> Sequences:
+    """Return the sequences that have queries."""
+    filled = sequences.length_B > 0
+    return Sequences(*(field[filled] for field in sequences))
+
+
+def upload(
+    batch: "InputBatch",
+    states: CanvasStates,
+    sequences: Sequences,
+    block_tables: tuple[Tensor, ...],
+) -> SequenceTensors:
+    """Copy sequences to the device, and compute there how many keys each sees."""
+    count = len(sequences.length_B)
+    packed = np.zeros((3, count + 1), dtype=np.int32)
+    packed[0, 1:] = np.cumsum(sequences.length_B)
+    packed[1, :-1], packed[2, :-1] = sequences.request_B, sequences.unseen_B
+    on_device = async_tensor_h2d(packed, device=states.device)
+    request_B = on_device[1, :count].to(torch.int64)
+    # An idle data-parallel rank computes one dummy request longer than a block table's row.
+    keys_B = batch.seq_lens[request_B] - on_device[2, :count]
+    return SequenceTensors(
+        on_device[0],
+        torch.from_numpy(packed[0]),
+        keys_B.clamp(0, states.max_model_len),
+        [table.index_select(0, request_B) for table in block_tables],
+        int(sequences.length_B.max()),
+        request_B,
+    )
 
 
 def of_segments(
@@ -110,11 +147,7 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
 
 
 def causal_metadata(
-    batch: "InputBatch",
-    max_model_len: int,
-    groups: KVGroups,
-    is_full: bool = False,
-    for_capture: bool = False,
+    batch: "InputBatch", groups: KVGroups, is_full: bool, for_capture: bool
 ) -> dict[str, Any]:
     """Return the metadata of a step in which each request is one causal sequence.
 
@@ -130,9 +163,7 @@ def causal_metadata(
         query_start_loc_cpu=torch.from_numpy(starts_np),
         max_query_len=int(np.diff(starts_np).max()),
         seq_lens=batch.seq_lens[:count],
-        max_seq_len=max_model_len,
         for_cudagraph_capture=for_capture,
-        positions=batch.positions,
         causal=True,
         **groups._asdict(),
     )

@@ -41,10 +41,13 @@ from dllm_plugin.attention.prefills import (
     Sequences,
     SequenceTensors,
     causal_metadata,
+    joined,
     max_sequences,
     of_segments,
     prefills,
     sequences_per_canvas,
+    upload,
+    without_empty,
 )
 from dllm_plugin.config.cuda_graphs import captured_lengths
 from dllm_plugin.decoding.plan import canvas_segments
@@ -59,27 +62,23 @@ if TYPE_CHECKING:
 def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     """List the sequences of a batch without empty ones, in the runner's order of requests.
 
-    That is canvases first, then prefills.
+    That is canvases first, then
     """
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     lengths = states.requests.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
     blocks = states.full_NS.shape[1]
-    zeros = np.zeros_like(spans)
     if states.config.method.full_attention:
         return _full_attention_sequences(batch, states, spans)
     num_canvases = count_canvases(batch)
-    groups = []
+    parts = []
     if num_canvases:
         canvas, length = spans[:num_canvases], lengths[:num_canvases]
         stops = canvas_segments(canvas, length, blocks)
-        groups.append(of_segments(0, stops, zeros[:num_canvases], canvas))
+        zeros = np.zeros_like(canvas)
+        parts.append(of_segments(0, stops, zeros, canvas))
     if num_canvases < batch.num_reqs:
-        groups.append(prefills(batch, states, num_canvases))
-    sequences = Sequences(
-        *(np.concatenate(field) for field in zip(*groups, strict=True))
-    )
-    filled = sequences.length_B > 0
-    return Sequences(*(field[filled] for field in sequences))
+        parts.append(prefills(batch, states, num_canvases))
+    return without_empty(joined(parts))
 
 
 def _full_attention_sequences(
@@ -114,36 +113,34 @@ class AttentionSequences:
             cascade_from: from how many requests on steps use cascade attention, by the positions
                 that each request computes; empty: none does.
         """
-        self.states = states
+        config, device = states.config, states.device
+        self.states, self.device, self.method = states, device, config.method
+        self.limit = states.max_model_len
         self.spans: SpanBuffers | None = None
-        if states.config.kv_cache_layout == "distinct":
-            self.spans = SpanBuffers(max_num_reqs, max_num_tokens, states.device)
-        self.sequences_per_request = sequences_per_canvas(states.config)
-        self.max_sequences = max_sequences(states.config, max_num_reqs, max_num_tokens)
+        if config.kv_cache_layout == "distinct":
+            self.spans = SpanBuffers(max_num_reqs, max_num_tokens, device)
+        self.sequences_per_request = sequences_per_canvas(config)
+        self.max_sequences = max_sequences(config, max_num_reqs, max_num_tokens)
         self.canvas_length = states.canvas_NC.shape[1]
-        method = states.config.method
         # Under full attention the host knows where the text ends.
-        self.ends_exactly = method.exact_end and not method.full_attention
-        captured = max_num_reqs * self.sequences_per_request
-        self.query_start_loc = torch.zeros(
-            captured + 1, dtype=torch.int32, device=states.device
-        )
-        self.seq_lens = torch.zeros(captured, dtype=torch.int32, device=states.device)
+        self.ends_exactly = self.method.exact_end and not self.method.full_attention
+        each = self.sequences_per_request
+        captured = max_num_reqs * each
+        self.seq_lens = torch.zeros(captured, dtype=torch.int32, device=device)
+        self.query_start_loc = self.seq_lens.new_zeros(captured + 1)
         self.cascade: CascadeBuffers | None = None
         self.cascade_from = cascade_from or {}
         if cascade_from:
-            self.cascade = CascadeBuffers(
-                max_num_reqs, self.sequences_per_request, states.device
-            )
+            self.cascade = CascadeBuffers(max_num_reqs, each, device)
         self.block_tables: list[Tensor] = []
         # 1 for sequences whose attention is causal, read by captured graphs.
         self.causal: Tensor | None = None
         # Which canvases of the last forward store their block, bool [R]; None: not found out.
         self.stores_R: Tensor | None = None
-        if method.causal_commit:
+        if self.method.causal_commit:
             self.causal = torch.zeros_like(self.seq_lens)
         # How many positions captured steps compute for each request.
-        self.captured_lengths = captured_lengths(states.config)
+        self.captured_lengths = captured_lengths(config)
         # What the buffers are laid out for: positions per request, requests with padding, block
         # lengths, and names of the requests. The last are compared because vLLM's sleep mode may
         # take the buffers while no request is left.
@@ -151,7 +148,7 @@ class AttentionSequences:
         self.query_start_loc_cpu = torch.zeros(1, dtype=torch.int32)
         # Full attention, within a layout.
         self._unseen_of: tuple[bytes, bytes] | None = None
-        self.unseen_RS = self.seq_lens.new_zeros(0, self.sequences_per_request)
+        self.unseen_RS = self.seq_lens.new_zeros(0, each)
 
     def build(
         self,
@@ -164,39 +161,39 @@ class AttentionSequences:
         for_capture: bool,
     ) -> dict[str, Any]:
         """Build the metadata of one step for vLLM's attention backends."""
-        if self.states.config.method.causal_rows:
-            groups = KVGroups(block_tables, slot_mappings, attn_groups, kv_cache_config)
-            limit = self.states.max_model_len
-            is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-            return causal_metadata(batch, limit, groups, is_full, for_capture)
         # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
+        groups = KVGroups(
+            self.limit,
+            batch.positions,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+        )
+        if self.method.causal_rows:
+            return causal_metadata(batch, groups, is_full, for_capture)
         length = self._uniform_length(batch, is_full)
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
-        use_cascade = (
-            length in self.cascade_from and requests >= self.cascade_from[length]
-        )
+        least = self.cascade_from.get(length)
+        use_cascade = least is not None and requests >= least
         # One row of the block table per request is enough for spans and for a cascade.
         tables = () if self.spans is not None or use_cascade else block_tables
-        sequences = (
-            self.captured(batch, tables) if is_full else self.eager(batch, tables)
-        )
+        list_sequences = self.captured if is_full else self.eager
+        sequences = list_sequences(batch, tables)
         count, num_tokens = len(sequences.seq_lens), batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "
             f"requests; the buffers of backends have room for {self.max_sequences}."
         )
-        groups = KVGroups(block_tables, slot_mappings, attn_groups, kv_cache_config)
-        limit = self.states.max_model_len
         if self.spans is not None:
             segments = (sequences.query_start_loc, sequences.seq_lens)
-            return self.spans.build(batch, is_full, segments, limit, groups)
+            return self.spans.build(batch, is_full, segments, groups)
         if self.cascade is not None and use_cascade:
             if self.states.floating is not None:
                 self.cascade.take_floating(batch, length, sequences.seq_lens)
-            return self.cascade.build(
-                batch, length, sequences.query_start_loc, limit, groups
-            )
+            starts = sequences.query_start_loc
+            return self.cascade.build(batch, length, starts, groups)
         return build_attn_metadata(
             num_reqs=count,
             num_tokens=batch.num_tokens_after_padding if is_full else num_tokens,
@@ -204,9 +201,7 @@ class AttentionSequences:
             query_start_loc_cpu=sequences.query_start_loc_cpu,
             max_query_len=sequences.max_query_len,
             seq_lens=sequences.seq_lens,
-            max_seq_len=limit,
             for_cudagraph_capture=for_capture,
-            positions=batch.positions,
             causal=self._causal(batch, sequences, is_full),
             **groups._replace(block_tables=sequences.block_tables)._asdict(),
         )
@@ -224,7 +219,7 @@ class AttentionSequences:
             return self.causal is not None
         canvases = count_canvases(batch)
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
-        causal_R = torch.ones(requests, dtype=torch.int32, device=self.states.device)
+        causal_R = torch.ones(requests, dtype=torch.int32, device=self.device)
         slots_R = batch.idx_mapping[:canvases]
         computed_R = batch.query_start_loc[: canvases + 1].diff()
         self.stores_R = self.states.stores_block(slots_R, computed_R)
@@ -246,12 +241,9 @@ class AttentionSequences:
             return 0
         length, rest = divmod(batch.num_tokens, batch.num_reqs)
         spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
-        alike = (
-            is_full
-            or count_canvases(batch) == batch.num_reqs
-            and (spans == length).all()
-        )
-        return length if alike and not rest else 0
+        has_prompts = count_canvases(batch) < batch.num_reqs
+        is_mixed = has_prompts or (spans != length).any()
+        return 0 if rest or (is_mixed and not is_full) else length
 
     def eager(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
@@ -262,26 +254,12 @@ class AttentionSequences:
                 batch, self.states, block_tables, self.sequences_per_request
             )
         sequences = batch_sequences(batch, self.states)
-        limit = self.states.max_model_len
-        count = len(sequences.length_B)
-        packed = np.zeros((3, count + 1), dtype=np.int32)
-        packed[0, 1:] = np.cumsum(sequences.length_B)
-        packed[1, :-1], packed[2, :-1] = sequences.request_B, sequences.unseen_B
-        on_device = async_tensor_h2d(packed, device=self.states.device)
-        request_B = on_device[1, :count].to(torch.int64)
-        # An idle data-parallel rank computes one dummy request longer than a block table's row.
-        keys_B = (batch.seq_lens[request_B] - on_device[2, :count]).clamp(0, limit)
+        found = upload(batch, self.states, sequences, block_tables)
         if self.ends_exactly:
-            slots_B = batch.idx_mapping[request_B]
-            keys_B = torch.minimum(keys_B, self._text_ends(slots_B))
-        return SequenceTensors(
-            on_device[0],
-            torch.from_numpy(packed[0]),
-            keys_B,
-            [table.index_select(0, request_B) for table in block_tables],
-            int(sequences.length_B.max()),
-            request_B,
-        )
+            slots_B = batch.idx_mapping[found.request_B]
+            keys_B = torch.minimum(found.seq_lens, self._text_ends(slots_B))
+            found = found._replace(seq_lens=keys_B)
+        return found
 
     def captured(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
@@ -301,14 +279,13 @@ class AttentionSequences:
         assert not rest and length in self.captured_lengths, (
             f"{batch.num_tokens} tokens of {canvases} requests are neither canvases nor blocks."
         )
-        block_lengths = self.states.requests.block_length.np[
-            batch.idx_mapping_np[:canvases]
-        ]
+        slots = batch.idx_mapping_np[:canvases]
+        block_lengths = self.states.requests.block_length.np[slots]
         layout = (length, padded, block_lengths.tobytes(), tuple(batch.req_ids))
         if layout != self.layout:
             self._lay_out(length, block_lengths, padded)
             self.layout = layout
-        if self.states.config.method.full_attention:
+        if self.method.full_attention:
             self._find_unseen(batch)
         count = padded * self.sequences_per_request
         keys_RS = self.seq_lens[: self.unseen_RS.numel()].view_as(self.unseen_RS)
@@ -328,7 +305,7 @@ class AttentionSequences:
     def _text_ends(self, slots: Tensor) -> Tensor:
         """Return how many keys the texts of slots have, int32; the context if none is known."""
         ends = self.states.requests.blocks_end.gpu[slots]
-        return ends.masked_fill(ends == 0, self.states.max_model_len).to(torch.int32)
+        return ends.masked_fill(ends == 0, self.limit).to(torch.int32)
 
     def forget(self) -> None:
         """Drop what is cached of a block: a request may have reused another's name."""
@@ -337,16 +314,13 @@ class AttentionSequences:
     def _find_unseen(self, batch: "InputBatch") -> None:
         """Upload how many keys lie after each forward; reused within a block."""
         drafts = batch.num_draft_tokens_per_req
-        of = (
-            batch.num_computed_tokens_np.tobytes(),
-            b"" if drafts is None else drafts.tobytes(),
-        )
+        drafted = b"" if drafts is None else drafts.tobytes()
+        of = (batch.num_computed_tokens_np.tobytes(), drafted)
         if of != self._unseen_of:
             self._unseen_of = of
-            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)[
-                :, None
-            ]
-            self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
+            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)
+            on_device = async_tensor_h2d(unseen[:, None], device=self.device)
+            self.unseen_RS = on_device
 
     def _captured_floating(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
@@ -365,33 +339,31 @@ class AttentionSequences:
         """Write where sequences begin, for requests that compute `length` positions each."""
         num_reqs, slots = len(block_lengths), self.sequences_per_request
         whole = np.full(num_reqs, length)
-        if self.states.config.method.full_attention:
+        if self.method.full_attention:
             stops = whole[:, None]
         else:
             stops = canvas_segments(whole, block_lengths, slots - 1)
         starts = np.full(padded * slots + 1, length * num_reqs, dtype=np.int32)
         starts[0] = 0
-        starts[1 : stops.size + 1] = (
-            stops + length * np.arange(num_reqs)[:, None]
-        ).ravel()
+        offsets = length * np.arange(num_reqs)[:, None]
+        starts[1 : stops.size + 1] = (stops + offsets).ravel()
         self.query_start_loc_cpu = torch.from_numpy(starts)
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
         if self.cascade is not None:
             self.cascade.lay_out(stops)
         unseen, self._unseen_of = (length - stops).astype(np.int32), None
-        self.unseen_RS = async_tensor_h2d(unseen, device=self.states.device)
+        self.unseen_RS = async_tensor_h2d(unseen, device=self.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0
 
     def _persistent(self, tables: tuple[Tensor, ...], padded: int) -> list[Tensor]:
         """Copy each request's row of the block tables to the rows of all its sequences."""
-        if [table.shape[1] for table in tables] != [
-            buf.shape[1] for buf in self.block_tables
-        ]:
+        widths = [table.shape[1] for table in tables]
+        if widths != [buffer.shape[1] for buffer in self.block_tables]:
             # The first time, and if the context was lowered after vLLM's profile of graph memory.
-            rows = self.seq_lens.shape[0]
-            self.block_tables = [
-                table.new_zeros(rows, table.shape[1]) for table in tables
-            ]
+            self.block_tables = []
+            for table in tables:
+                made = table.new_zeros(len(self.seq_lens), table.shape[1])
+                self.block_tables.append(made)
         filled = []
         for buffer, table in zip(self.block_tables, tables, strict=True):
             filled.append(buffer[: padded * self.sequences_per_request])

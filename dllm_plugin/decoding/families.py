@@ -157,30 +157,33 @@ WEDLM = Family(
 )
 
 
-# Architecture name in config.json -> family.
-FAMILIES: dict[str, Family] = {
-    "LLaDAModelLM": LLADA,
-    "LLaDAForDiffusionLM": LLADA,
-    "LLaDAMoEModelLM": LLADA_MOE,
-    "DreamModel": DREAM,
-    "DreamForDiffusionLM": DREAM,
-    "SDARForCausalLM": SDAR,
-    "SDARMoeForCausalLM": SDAR,
-    "IDLMForCausalLM": IDLM,
-    "WeDLMForCausalLM": WEDLM,
-    "WeDLMBiasedForCausalLM": WEDLM,
-    "RND1LM": RND1,
-    "LLaDA2MoeModelLM": LLADA2,
-    "LLaDA22MoeModelLM": LLADA22,
-    "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
-    "DreamForCausalLM": DREAM_REASONER,
-    "OpenDCoderForDiffusionLM": OPEN_DCODER,
-    "A2DQwen3LMHeadModel": A2D,
-    "A2DQwen2LMHeadModel": A2D,
-    "A2DLlamaLMHeadModel": A2D,
-    "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
-    "NemotronLabsDiffusionModel": NEMOTRON,
+# Architecture name in config.json -> family, and the class in `models/` that serves it.
+SERVED: dict[str, tuple[Family, str]] = {
+    "LLaDAModelLM": (LLADA, "llamas:LLaDAModelLM"),
+    "LLaDAForDiffusionLM": (LLADA, "llamas:LLaDAModelLM"),
+    "LLaDAMoEModelLM": (LLADA_MOE, "llamas:Qwen3MoeDiffusion"),
+    "DreamModel": (DREAM, "llamas:Qwen2Diffusion"),
+    "DreamForDiffusionLM": (DREAM, "llamas:Qwen2Diffusion"),
+    "SDARForCausalLM": (SDAR, "llamas:Qwen3Diffusion"),
+    "SDARMoeForCausalLM": (SDAR, "llamas:Qwen3MoeDiffusion"),
+    "IDLMForCausalLM": (IDLM, "llamas:Qwen3Diffusion"),
+    "WeDLMForCausalLM": (WEDLM, "llamas:Qwen3Diffusion"),
+    "WeDLMBiasedForCausalLM": (WEDLM, "llamas:BiasedLlamaDiffusion"),
+    "RND1LM": (RND1, "llamas:Qwen3MoeDiffusion"),
+    "LLaDA2MoeModelLM": (LLADA2, "llada2:LLaDA2MoeModelLM"),
+    "LLaDA22MoeModelLM": (LLADA22, "llada2:LLaDA22MoeModelLM"),
+    "Fast_dLLM_QwenForCausalLM": (FAST_DLLM, "llamas:Qwen2Diffusion"),
+    "DreamForCausalLM": (DREAM_REASONER, "llamas:Qwen3Diffusion"),
+    "OpenDCoderForDiffusionLM": (OPEN_DCODER, "llamas:Qwen2Diffusion"),
+    "A2DQwen3LMHeadModel": (A2D, "llamas:Qwen3Diffusion"),
+    "A2DQwen2LMHeadModel": (A2D, "llamas:Qwen2Diffusion"),
+    "A2DLlamaLMHeadModel": (A2D, "llamas:LlamaDiffusion"),
+    "StableDiffcoderForCausalLM": (STABLE_DIFFCODER, "llamas:LlamaDiffusion"),
+    "NemotronLabsDiffusionModel": (NEMOTRON, "nemotron:NemotronLabsDiffusionModel"),
 }
+FAMILIES: dict[str, Family] = {}
+for architecture, (family, _) in SERVED.items():
+    FAMILIES[architecture] = family
 
 
 D2F = "d2f"

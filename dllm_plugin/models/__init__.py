@@ -2,32 +2,12 @@
 
 import os
 
+from dllm_plugin.decoding.families import SERVED
+
 # Architecture name in config.json -> class: one for each parent and layout of weights.
-ARCHITECTURES: dict[str, str] = {
-    "LLaDAModelLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "LLaDAForDiffusionLM": "dllm_plugin.models.llada:LLaDAModelLM",
-    "LLaDAMoEModelLM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
-    "DreamModel": "dllm_plugin.models.qwen:Qwen2Diffusion",
-    "DreamForDiffusionLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
-    "SDARForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
-    "WeDLMForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
-    "WeDLMBiasedForCausalLM": "dllm_plugin.models.qwen:BiasedLlamaDiffusion",
-    "IDLMForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
-    "SDARMoeForCausalLM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
-    "RND1LM": "dllm_plugin.models.qwen:Qwen3MoeDiffusion",
-    "LLaDA2MoeModelLM": "dllm_plugin.models.llada2:LLaDA2MoeModelLM",
-    "LLaDA22MoeModelLM": "dllm_plugin.models.llada2:LLaDA22MoeModelLM",
-    "DreamForCausalLM": "dllm_plugin.models.qwen:Qwen3Diffusion",
-    "OpenDCoderForDiffusionLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
-    "A2DQwen3LMHeadModel": "dllm_plugin.models.qwen:Qwen3Diffusion",
-    "A2DQwen2LMHeadModel": "dllm_plugin.models.qwen:Qwen2Diffusion",
-    "A2DLlamaLMHeadModel": "dllm_plugin.models.qwen:LlamaDiffusion",
-    "StableDiffcoderForCausalLM": "dllm_plugin.models.qwen:LlamaDiffusion",
-    "NemotronLabsDiffusionModel": (
-        "dllm_plugin.models.nemotron:NemotronLabsDiffusionModel"
-    ),
-    "Fast_dLLM_QwenForCausalLM": "dllm_plugin.models.qwen:Qwen2Diffusion",
-}
+ARCHITECTURES: dict[str, str] = {}
+for name, (_, path) in SERVED.items():
+    ARCHITECTURES[name] = f"dllm_plugin.models.{path}"
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch reads it at the first GEMM of a process
 # Compute capability of the H200, where GEMMs without it were measured, and the H100.
 FASTER_ON = ((9, 0),)

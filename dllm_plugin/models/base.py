@@ -11,7 +11,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.models import forgo_workspace
-from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.models.checkpoints import lora, shapes
 from dllm_plugin.models.checkpoints.layouts import Packing
 from dllm_plugin.models.checkpoints.quantised import quantise_head
 from dllm_plugin.models.checkpoints.weights import (
@@ -48,6 +48,9 @@ class DiffusionModel:
     embedding_modules: ClassVar[dict[str, str]] = {}
     # Checkpoint names to the parent's names.
     rename: ClassVar["WeightsMapper | None"] = None
+    # Query, key and value have biases; each head of query and key has a norm.
+    has_bias: ClassVar[bool] = False
+    has_qk_norm: ClassVar[bool] = False
     config: Any
     lm_head: Any
     logits_processor: Any
@@ -59,11 +62,11 @@ class DiffusionModel:
         from dllm_plugin.attention.rotary import defer
 
         forgo_workspace()
-        with registered(vllm_config, get_decode_config(vllm_config).kv_cache_layout):
+        config = get_decode_config(vllm_config)
+        with registered(vllm_config, config.kv_cache_layout):
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         defer(self, vllm_config.attention_config.backend)  # type: ignore[arg-type]
         self.vllm_config = vllm_config
-        config = get_decode_config(vllm_config)
         self.keeps_columns = config.vocab_parallel
         has_head = get_pp_group().is_last_rank
         if has_head and config.head_quantization != "none":
@@ -78,7 +81,7 @@ class DiffusionModel:
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         """Return every tensor of a checkpoint with this config: name -> full shape."""
-        raise NotImplementedError
+        return shapes.decoder(config, bias=cls.has_bias, qk_norm=cls.has_qk_norm)
 
     @classmethod
     def head_name(cls) -> str:
@@ -90,11 +93,11 @@ class DiffusionModel:
         """Return the tensors that the checkpoint's files must contain."""
         config = model_config.hf_config
         stored = model_config.model_arch_config.quantization_config
-        return Manifest(
-            cls.checkpoint_shapes(config),
-            optional=frozenset({cls.head_name()} if config.tie_word_embeddings else ()),
-            packing=None if stored is None else Packing.of(stored),
-        )
+        packing = None if stored is None else Packing.of(stored)
+        optional: frozenset[str] = frozenset()
+        if config.tie_word_embeddings:
+            optional = frozenset({cls.head_name()})
+        return Manifest(cls.checkpoint_shapes(config), optional, packing)
 
     def _expected_here(self, model_config: ModelConfig) -> Manifest:
         """Return the manifest of the tensors that vLLM's loader passes to this rank."""
@@ -116,18 +119,17 @@ class DiffusionModel:
         if path is None:
             return None
         model_config = vllm_config.model_config
-        load_format = vllm_config.load_config.load_format
-        manifest = cls.manifest(model_config)
-        lora.check_mergeable(path, manifest.quantized, load_format)
-        return lora.fitting_adapter(path, model_config, manifest.shapes)
+        needed = cls.manifest(model_config).shapes
+        return lora.read_adapter(path, model_config, needed)
 
     def check_adapter(self, name: str, path: str) -> None:
         """Raise ValueError if requests cannot choose the adapter in `path` by `name`."""
         model_config = self.vllm_config.model_config
-        shapes = self.manifest(model_config).shapes
-        adapter = lora.fitting_adapter(path, model_config, shapes)
+        needed = self.manifest(model_config).shapes
+        adapter = lora.read_adapter(path, model_config, needed)
         lora.check_layers_alone(adapter)
-        lora.check_strategy(adapter, name, get_decode_config(self.vllm_config).method)
+        method = get_decode_config(self.vllm_config).method
+        lora.check_strategy(adapter, name, method)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Compute logits: [rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
@@ -136,13 +138,13 @@ class DiffusionModel:
         """
         if hidden_states.shape[0] == 0:
             # A prefill step needs no logits, and vLLM's CPU gather fails on an empty tensor.
-            head, vocab_size = self.lm_head, self.config.vocab_size
-            width = (
-                head.num_embeddings_per_partition if self.keeps_columns else vocab_size
-            )
+            width = self.config.vocab_size
+            if self.keeps_columns:
+                width = self.lm_head.num_embeddings_per_partition
             return hidden_states.new_empty((0, width))
         if self.keeps_columns:
-            logits: torch.Tensor = self.logits_processor(
+            process = self.logits_processor
+            logits: torch.Tensor = process(
                 self.lm_head, hidden_states, skip_gather=True
             )
             return logits
@@ -151,10 +153,8 @@ class DiffusionModel:
     def check_packing(self) -> None:
         """Raise ValueError if new weights cannot be packed as those were that are served."""
         model_config = self.vllm_config.model_config
-        quantized = (
-            self.manifest(model_config).quantized
-            or model_config.quantization is not None
-        )
+        stored = self.manifest(model_config).quantized
+        quantized = stored or model_config.quantization is not None
         if quantized and current_platform.is_cpu():
             raise ValueError(
                 "Quantised weights cannot be updated in place on CPUs, where vLLM packs them "
@@ -175,9 +175,8 @@ class DiffusionModel:
         Raises ValueError with the name of a missing, surplus or mis-shaped weight, or of a damaged
         file. Within an update a call brings a part, and :class:`WeightUpdate` sees what is missing.
         """
-        weights = (
-            self._whole(weights) if self.update is None else self.update.part(weights)
-        )
+        check = self._whole if self.update is None else self.update.part
+        weights = check(weights)
         if self.rename is not None:
             weights = self.rename.apply(weights)
         return super().load_weights(weights)  # type: ignore[misc]
@@ -187,7 +186,8 @@ class DiffusionModel:
         model_config = self.vllm_config.model_config
         cache = self.vllm_config.load_config.download_dir
         folder = checkpoint_folder(model_config.model, model_config.revision, cache)
-        weights = checked(readable(weights, folder), self._expected_here(model_config))
+        weights = readable(weights, folder)
+        weights = checked(weights, self._expected_here(model_config))
         # Again: kept, it would take 100 MB at 8B.
         adapter = self.read_adapter(self.vllm_config)
         return weights if adapter is None else lora.merge(weights, adapter)

@@ -44,6 +44,11 @@ class DiffusionConfig(PreTrainedConfig):
     # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
     dtype_left_open: bool | None = None
 
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        """Return the layers with experts; the others have one dense MLP."""
+        return frozenset()
+
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_variants(self.label, {**kwargs, **vars(self)}, self.fixed)
         # transformers replaces `_name_or_path` by the path that was opened.

@@ -120,31 +120,26 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         width, head = config.hidden_size, config.head_dim
-        q_width = head * config.num_attention_heads
-        kv_width = head * config.num_key_value_heads
+        heads = config.num_attention_heads
+        every = heads + 2 * config.num_key_value_heads
         shared = config.moe_intermediate_size * config.num_shared_experts
-        found = shapes.embedding_and_head(config, embedding="model.word_embeddings")
+        found: Shapes = {}
+        for name, shape in shapes.decoder(config).items():
+            if ".self_attn." not in name:
+                found[name.replace("embed_tokens", "word_embeddings")] = shape
         for layer in range(config.num_hidden_layers):
             block = f"model.layers.{layer}"
-            found |= shapes.layer_norms(block, config)
             found |= {
-                f"{block}.attention.query_key_value.weight": (
-                    q_width + 2 * kv_width,
-                    width,
-                ),
+                f"{block}.attention.query_key_value.weight": (every * head, width),
                 f"{block}.attention.query_layernorm.weight": (head,),
                 f"{block}.attention.key_layernorm.weight": (head,),
-                f"{block}.attention.dense.weight": (width, q_width),
+                f"{block}.attention.dense.weight": (width, heads * head),
             }
-            if layer < config.first_k_dense_replace:
-                found |= shapes.gated_mlp(
-                    f"{block}.mlp", width, config.intermediate_size
-                )
-                continue
-            found |= shapes.experts(f"{block}.mlp", config)
-            found[f"{block}.mlp.gate.expert_bias"] = (config.num_experts,)
-            if shared:
-                found |= shapes.gated_mlp(f"{block}.mlp.shared_experts", width, shared)
+            if layer in config.sparse_layers:
+                mlp = f"{block}.mlp"
+                found[f"{mlp}.gate.expert_bias"] = (config.num_experts,)
+                if shared:
+                    found |= shapes.gated_mlp(f"{mlp}.shared_experts", width, shared)
         return found
 
 

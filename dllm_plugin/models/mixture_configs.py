@@ -166,20 +166,13 @@ class LLaDA2Config(DiffusionConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int = 4
     head_dim: int | None = None
-    hidden_act: str = "silu"
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] | None = None
     partial_rotary_factor: float = 0.5
     tie_word_embeddings: bool = False
-    use_sliding_window: bool = False
     sliding_window: int | None = None
     embedding_dropout: float = 0.0
-    # vLLM's model reads these; its own defaults for absent keys are Ling 1's.
-    use_bias: bool = False
-    use_qkv_bias: bool = False
-    use_qk_norm: bool = True
-    use_rmsnorm: bool = True
     moe_intermediate_size: int = 512
     num_experts: int = 256
     num_experts_per_tok: int = 8
@@ -188,10 +181,6 @@ class LLaDA2Config(DiffusionConfig):
     topk_group: int = 4
     routed_scaling_factor: float = 2.5
     first_k_dense_replace: int = 1
-    norm_topk_prob: bool = True
-    score_function: str = "sigmoid"
-    moe_router_enable_expert_bias: bool = True
-    router_dtype: str = "fp32"
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -200,11 +189,18 @@ class LLaDA2Config(DiffusionConfig):
     delete_token_id: int | None = None
     split_token_id: int | None = None
 
+    @property
+    def sparse_layers(self) -> frozenset[int]:
+        return frozenset(range(self.first_k_dense_replace, self.num_hidden_layers))
+
     def __post_init__(self, **kwargs: Any) -> None:
         # The published window of 4096 was not used in training, but vLLM would apply it.
-        self.sliding_window = self.sliding_window if self.use_sliding_window else None
+        self.sliding_window = None
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
+        for key, value in self.fixed.items():
+            # vLLM's model reads them; its own defaults for absent keys are Ling 1's.
+            setattr(self, key, value)
         if shares_experts(self):
             self.architectures = ["LLaDA22MoeModelLM"]
 

@@ -18,7 +18,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.checkpoints import lora, shapes
+from dllm_plugin.models.checkpoints import lora
 from dllm_plugin.models.checkpoints.weights import Shapes, Weights, WeightUpdate
 
 THEIRS = {"model.": "encoder.", "lm_head.": "diffusion_head."}
@@ -88,7 +88,7 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
         found: Shapes = {}
-        for name, shape in shapes.decoder(config).items():
+        for name, shape in super().checkpoint_shapes(config).items():
             prefix, _, rest = name.partition(".")
             found[THEIRS[f"{prefix}."] + rest] = shape
         return found

@@ -43,7 +43,8 @@ def decode_blocks(text: Text) -> None:
         found = propose(text, logits[rows], rows, denoised)
         replaced: list[int] = []
         if edits and (num_stored == 0 or checks < rules.max_post_steps):
-            replaced = tokens_to_replace(text, found, first)
+            low = max(text.starts[first], len(text.prompt))
+            replaced = tokens_to_replace(text, found, low, text.starts[first + 1])
         written = []
         for i in active:
             quota = int(i in full)
@@ -174,7 +175,9 @@ def opens_block(text: Text, first: int, opened: int, saw_stop: bool) -> bool:
         return False
     if opened == first:
         return True
-    enough = 1.0 if most == 1 and rules.strategy != D2F else rules.block_add_threshold
+    enough = rules.block_add_threshold
+    if most == 1 and rules.strategy != D2F:
+        enough = 1.0
     return decided_share(text, opened - 1) >= float32(enough)
 
 
@@ -208,7 +211,8 @@ def candidates(text: Text, index: int) -> list[int]:
     """Return the masked positions of a block's first sub-block that has any."""
     masked, low = text.masked_in(index), text.starts[index]
     size = text.rules.sub_block_length or text.block_length
-    return [p for p in masked if (p - low) // size == (masked[0] - low) // size]
+    first = (masked[0] - low) // size if masked else 0
+    return [p for p in masked if (p - low) // size == first]
 
 
 def first_quota(text: Text, index: int, step: int) -> int:
@@ -255,11 +259,10 @@ def sure_or_best(
     return order[:quota]
 
 
-def tokens_to_replace(text: Text, found: Proposals, first: int) -> list[int]:
-    """Return decided positions for which the model is sure of another token."""
+def tokens_to_replace(text: Text, found: Proposals, low: int, high: int) -> list[int]:
+    """Return decided positions of [low, high) for which the model is sure of another token."""
     limit, positions = float32(text.rules.editing_threshold), []
-    low = max(text.starts[first], len(text.prompt))
-    for p in range(low, text.starts[first + 1]):
+    for p in range(low, high):
         proposal, token = found[p], text.tokens[p]
         if token == text.model.mask_id:
             continue

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from dllm_plugin.reference import numbers
 from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
-from dllm_plugin.reference.rules import (
-    CACHED,
-    DUAL_CACHE,
-    PREFIX_CACHE,
-    SEMI_AUTOREGRESSIVE,
-)
+from dllm_plugin.reference.rules import CACHED, DUAL_CACHE, PREFIX_CACHE
 from dllm_plugin.reference.text import FILL, Slots, Text
 
 
@@ -53,11 +48,7 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
     if rules.suffix_window is not None:
         end = min(high + rules.suffix_window, end)
     first, last, step = _refresh_start(text, low, slots), end, 0
-    windows = {
-        SEMI_AUTOREGRESSIVE: (0, end),
-        PREFIX_CACHE: (low, end),
-        DUAL_CACHE: (low, high),
-    }
+    windows = {PREFIX_CACHE: (low, end), DUAL_CACHE: (low, high)}
     while (left := text.masked(low, high)) and text.final() is None:
         rows = _forward(text, canvas, first, last, slots)
         logits = rows[[p - first - text.model.shift for p in left]]
@@ -73,7 +64,7 @@ def _denoise_block(text: Text, canvas: int, low: int, high: int, slots: Slots) -
             taken = choose_of_left(text, left, size, step, found)
         text.write_all(taken, found)
         text.end_forward(first, last, end, found)
-        first, last = windows[rules.strategy]
+        first, last = windows.get(rules.strategy, (0, end))
         step += 1
 
 

@@ -22,6 +22,7 @@ from dllm_plugin.reference.sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
 from dllm_plugin.reference.text import Slots
 
 BLOCK = 32  # of LLaDA2.2, whose routing shares experts between positions
+States = tuple[list[Tensor], Tensor]  # after the embedding and each layer, and logits
 Turns = tuple[Tensor, Tensor]  # cosine and sine of the angles, by position
 
 
@@ -233,16 +234,12 @@ class PlainModel:
         block_N = torch.tensor(block, device=self.device)
         return block_N[:, None] >= block_N[None, :]
 
-    def states(
-        self, tokens: list[int], block: list[int]
-    ) -> tuple[list[Tensor], Tensor]:
+    def states(self, tokens: list[int], block: list[int]) -> States:
         """Compute the hidden states behind the embedding and every layer, and logits."""
         states = self._states(tokens, self._visible(block))
         return states, self._head(states[-1])
 
-    def exact_states(
-        self, tokens: list[int], block: list[int]
-    ) -> tuple[list[Tensor], Tensor]:
+    def exact_states(self, tokens: list[int], block: list[int]) -> States:
         """Compute as `states`, in float32 from the same weights."""
         return replace(self, weights=InFloat32(self.weights)).states(tokens, block)
 

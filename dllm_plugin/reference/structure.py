@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dllm_plugin.reference.blocks import sure_or_best
-from dllm_plugin.reference.numbers import float32
+from dllm_plugin.reference.blocks import sure_or_best, tokens_to_replace
 from dllm_plugin.reference.proposing import Proposals, best_first, propose
 from dllm_plugin.reference.text import Text
 
@@ -81,7 +80,7 @@ def _round(text: Text, block: Block, found: Proposals) -> tuple[bool, bool]:
     block.post = 0 if waiting else block.post + 1
     fills = _fills(text, block, masked, found)
     is_final = _is_final(text, block, waiting, fills)
-    edits = _edits(text, block, found)
+    edits = tokens_to_replace(text, found, block.low, block.high)
     new = dict(zip(range(block.low, block.high), old, strict=True))
     for p in (masked if is_final else fills) + edits:
         new[p] = found[p].token
@@ -109,19 +108,6 @@ def _fills(text: Text, block: Block, masked: list[int], found: Proposals) -> lis
     need = size // text.steps + (step < size % text.steps)
     need += len(set(masked) & block.inserted)
     return sure_or_best(text, best_first(masked, found), found, need)
-
-
-def _edits(text: Text, block: Block, found: Proposals) -> list[int]:
-    """Return the decided positions that take another token."""
-    limit, edits = float32(text.rules.editing_threshold), []
-    for p in range(block.low, block.high):
-        token = text.tokens[p]
-        if token in (text.model.mask_id, found[p].token):
-            continue
-        text.close_choice(found[p].confidence - limit)
-        if found[p].confidence > limit:
-            edits.append(p)
-    return edits
 
 
 def _is_final(text: Text, block: Block, waiting: list[int], fills: list[int]) -> bool:
@@ -156,7 +142,8 @@ def _leave_seen(
             break
         p = min(changed, key=lambda p: (found[p].confidence, p))
         is_best = new[p] == found[p].token
-        new[p] = _best_other(text, found, p, (new[p],)) if is_best else found[p].token
+        token = found[p].token
+        new[p] = _best_other(text, found, p, (new[p],)) if is_best else token
     block.seen.add(tuple(new.values()))
 
 

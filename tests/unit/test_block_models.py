@@ -10,6 +10,7 @@ from test_weights import rewrite
 
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models.checkpoints import lora
+from dllm_plugin.reference.model import PlainModel
 
 TRACES = {
     "sdar_static": "tiny-sdar",
@@ -239,7 +240,10 @@ def test_what_the_parent_offers_stays(name, load_model, checkpoints):
 def test_adapter_is_merged(
     name, modules, tmp_path, checkpoint, load_model, checkpoints
 ):
-    """By checkpoint names, also into packed projections and single experts."""
+    """By checkpoint names, also into packed projections and single experts.
+
+    The logits are those of the plain model, which adds the update by itself.
+    """
     layers = json.loads((checkpoints / name / "config.json").read_text())[
         "num_hidden_layers"
     ]
@@ -272,3 +276,6 @@ def test_adapter_is_merged(
         )
     )
     assert torch.equal(found, wanted) and not torch.equal(found, plain)
+    second = PlainModel.load(checkpoints / name, 0, adapter=adapter)
+    rows = second.rows([5, 6, 7, 8], [0] * 4)
+    torch.testing.assert_close(found, rows, atol=5e-4, rtol=0)

@@ -168,7 +168,7 @@ def test_missing_module_is_named_at_load(name, tmp_path, checkpoints, load_model
 def test_coverage_of_targets_and_shapes(tmp_path, checkpoints):
     from transformers import AutoConfig
 
-    from dllm_plugin.models.llada import LLaDAModelLM
+    from dllm_plugin.models.llamas import LLaDAModelLM
 
     shapes = LLaDAModelLM.checkpoint_shapes(
         AutoConfig.from_pretrained(checkpoints / "tiny-llada")

@@ -218,8 +218,8 @@ def test_folder_of_an_unknown_repository_is_unknown(checkpoints):
 def test_manifest_has_the_published_size(registered):
     """Sizes in bytes of the bf16 weight indexes of these models, or of the Qwen they start from."""
     from dllm_plugin.models import configs, mixture_configs
-    from dllm_plugin.models.llada import LLaDAModelLM
-    from dllm_plugin.models.qwen import (
+    from dllm_plugin.models.llamas import (
+        LLaDAModelLM,
         Qwen2Diffusion,
         Qwen3Diffusion,
         Qwen3MoeDiffusion,

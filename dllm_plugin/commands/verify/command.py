@@ -51,16 +51,13 @@ def run(args: argparse.Namespace) -> int:
         bar.set_description("reference")
         # The engine's memory is the second implementation's now.
         num_layers = len(side.decodes[0].first.states) - 1
-        reference = load(
-            folder, side.config, side.dtype, args.trust_remote_code, num_layers
-        )
+        trusted = args.trust_remote_code
+        reference = load(folder, side.config, side.dtype, trusted, num_layers)
         bar.clear()
         name = args.model or "the bundled model"
         print(f"{name}: {side.config.strategy}, policy {side.config.policy}")
-        print(
-            f"engine against {reference.name} on {reference.device}, {side.dtype}\n",
-            flush=True,
-        )
+        place = f"{reference.name} on {reference.device}, {side.dtype}"
+        print(f"engine against {place}\n", flush=True)
         verdicts = []
         pairs = zip(side.jobs, side.decodes, strict=True)
         for number, (job, found) in enumerate(pairs, 1):
@@ -100,9 +97,7 @@ def _decode_by_engine(
         second_opinion.check(config)
         jobs, decodes = [_job(llm, config, text) for text in texts], []
         for i, job in enumerate(jobs):
-            stop = set(job.stop)
-            found = engine_side.decode(llm, str(i), job.prompt, job.max_tokens, stop)
-            decodes.append(found)
+            decodes.append(engine_side.decode(llm, str(i), job))
             bar.update()
         dtype: torch.dtype = model_config.dtype  # type: ignore[assignment]
         return EngineSide(config, dtype, jobs, decodes, llm.get_tokenizer().decode)
@@ -152,9 +147,5 @@ def _compare(
     compared = compare_first_forward(seen, ours, exact, stop, reference.is_mixture)
     end = len(job.prompt) + len(theirs.tokens)
     watcher = Watcher(theirs.decided, end, job.config.mask_token_id, compared.rounding)
-    return Verdict(
-        theirs,
-        second_opinion.decode_job(model, job, watcher),
-        compared,
-        watcher.difference,
-    )
+    result = second_opinion.decode_job(model, job, watcher)
+    return Verdict(theirs, result, compared, watcher.difference)

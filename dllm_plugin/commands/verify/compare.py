@@ -18,6 +18,7 @@ from torch import Tensor
 from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.verify.engine_side import Decided, Decode
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.reference.model import States
 from dllm_plugin.reference.text import Result, Step
 
 Spell = Callable[[list[int]], str]
@@ -29,9 +30,6 @@ FEW_ROWS = 0.1  # that a router's rounding may change in a mixture of 16 bits
 def rounding(dtype: torch.dtype, depth: int) -> float:
     """Return the relative difference that rounding explains after so many layers."""
     return float((torch.finfo(dtype).eps / 2 + GEMM) * (depth + 1) ** 0.5)
-
-
-States = tuple[list[Tensor], Tensor]  # after the embedding and each layer, and logits
 
 
 class Compared(NamedTuple):
@@ -60,8 +58,8 @@ def compare_first_forward(
 
     `exact` is what the second implementation computes in float32: `ours`, if it does so anyway.
     """
-    positions, dtype = [p for p in sorted(theirs[1]) if p < stop], ours[0][0].dtype
-    found = []
+    dtype, found = ours[0][0].dtype, []
+    positions = [p for p in sorted(theirs[1]) if p < stop]
     for rows in (*theirs[0], theirs[1]):
         found.append(torch.stack([rows[p] for p in positions]).float())
     wanted, truth = _rows_of(ours, positions), _rows_of(exact, positions)
@@ -75,7 +73,8 @@ def compare_first_forward(
         layers.append(float(apart.max()))
         allowed = SURE * max(explained, rounding(dtype, depth))
         # Not-a-number is never right.
-        if first is None and float((~(apart <= allowed)).float().mean()) > spared:
+        wrong = float((~(apart <= allowed)).float().mean())
+        if first is None and wrong > spared:
             first = _place(depth, len(found))
     by_dtype = rounding(dtype, len(found)) * float(wanted[-1].abs().max())
     measured = float((wanted[-1] - truth[-1]).abs().max())
@@ -133,9 +132,10 @@ class Watcher:
 
     def __call__(self, step: Step) -> None:
         """Compare one forward with the engine's; those that decide nothing are not counted."""
-        new = self._inside(step.new)
-        new = {p: token for p, token in new.items() if self.known.get(p) != token}
-        self.known |= new
+        new = {}
+        for p, token in self._inside(step.new).items():
+            if self.known.get(p) != token:
+                new[p] = self.known[p] = token
         if self.difference is not None or not new:
             return
         theirs = Decided({}, {})
@@ -145,13 +145,11 @@ class Watcher:
         their_new = self._inside(theirs.new)
         if new == their_new:
             return
-        is_near, apart = True, []
-        for p in sorted({*new, *their_new}):
-            if new.get(p) != their_new.get(p):
-                apart.append(p)
-                near = self._is_near(step, p, new.get(p), their_new.get(p))
-                is_near = is_near and near
-        position, decided_by = apart[0], "both"
+        apart = [p for p in {*new, *their_new} if new.get(p) != their_new.get(p)]
+        is_near = True
+        for p in apart:
+            is_near &= self._is_near(step, p, new.get(p), their_new.get(p))
+        position, decided_by = min(apart), "both"
         if position not in new:
             decided_by = "engine"
         elif position not in their_new:
@@ -231,12 +229,13 @@ def _short(number: float) -> float | None:
     return float(f"{number:.3g}") if math.isfinite(number) else None
 
 
+HEADER = f"{'prompt':>6} {'tokens':>6} {'forwards':>11} {'logits within':>14}  result"
+
+
 def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
     """Print one prompt's line, and below it what differs."""
     if number == 1:
-        print(
-            f"{'prompt':>6} {'tokens':>6} {'forwards':>11} {'logits within':>14}  result"
-        )
+        print(HEADER)
     forwards = f"{verdict.theirs.forwards}, {verdict.ours.forwards}"
     result = "same tokens" if verdict.same_tokens else "other tokens"
     if verdict.same_tokens and verdict.theirs.forwards != verdict.ours.forwards:
@@ -264,22 +263,23 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
         if proposal is not None:
             what = f"{spell([proposal[0]])!r} at {proposal[1]:.4f}"
         sides.append(f"{side} {takes} {what}")
-    cause = "a near tie, which rounding explains" if one.near_tie else "no near tie"
+    cause = "no near tie"
+    if one.near_tie:
+        cause = "a near tie, which rounding explains"
     where = f"token {place}, forward {one.forward}"
     return f"first difference: {where}: {', '.join(sides)}: {cause}"
 
 
 def summary(verdicts: list[Verdict]) -> str:
     """Return in a sentence how many prompts agree."""
-    right = others = ties = 0
-    for one in verdicts:
-        right += one.agrees
-        others += not one.agrees
-        if not one.agrees and one.compared.first is None and one.difference is not None:
+    others = [one for one in verdicts if not one.agrees]
+    ties = 0
+    for one in others:
+        if one.compared.first is None and one.difference is not None:
             ties += one.difference.near_tie
-    text = f"{right} of {len(verdicts)} prompts agree"
+    text = f"{len(verdicts) - len(others)} of {len(verdicts)} prompts agree"
     if others:
-        text += f"; {ties} of {others} others differ at near ties"
+        text += f"; {ties} of {len(others)} others differ at near ties"
     return text
 
 
@@ -300,14 +300,13 @@ def json_line(
         "steps": numbers.steps,
         "adapter": config.lora_path is not None,
     }
-    return json.dumps(
-        {
-            "verify": model,
-            "agree": all(verdict.agrees for verdict in verdicts),
-            **installation(),
-            **machine,
-            "architecture": config.architecture,
-            "decoding": decoding,
-            "prompts": [verdict.to_json() for verdict in verdicts],
-        }
-    )
+    report = {
+        "verify": model,
+        "agree": all(verdict.agrees for verdict in verdicts),
+        **installation(),
+        **machine,
+        "architecture": config.architecture,
+        "decoding": decoding,
+        "prompts": [verdict.to_json() for verdict in verdicts],
+    }
+    return json.dumps(report)

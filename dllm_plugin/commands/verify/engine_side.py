@@ -15,11 +15,11 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from dllm_plugin.commands.offline import num_forwards, start_engine
-from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.config.options import REQUEST_PREFIX
-from dllm_plugin.config.request.parsing import request_arguments
 
-COMPARED = 64  # most positions on each side of the prompt's end whose hidden states are compared
+# Most positions on each side of the prompt's end whose hidden states are compared.
+COMPARED = 64
 SEED = 0
 ROWS = 64  # logits rows that are computed at a time
 
@@ -88,10 +88,8 @@ class VerifyWorker:
     def _note_layer(self, layer: nn.Module, arguments: Any, output: Any) -> None:
         if self.seen is not None and self.seen.first:
             # vLLM's layers hand on the residual apart, and write into it later.
-            total = (
-                output[0] + output[1] if isinstance(output, tuple) else output.clone()
-            )
-            self.layer_outputs.append(total)
+            parts = output if isinstance(output, tuple) else (output, 0)
+            self.layer_outputs.append(parts[0] + parts[1])
 
     def _note_forward(
         self, model: Any, arguments: Any, given: Any, hidden: Tensor
@@ -99,26 +97,25 @@ class VerifyWorker:
         outputs, self.layer_outputs = self.layer_outputs, []
         if self.seen is None:
             return
-        positions = given["positions"].tolist()
-        mask_id = self.seen.mask_id
-        if self.seen.first:
+        seen, positions = self.seen, given["positions"].tolist()
+        if seen.first:
             ids = given["input_ids"].tolist()
-            self.seen.ids |= dict(zip(positions, ids, strict=True))
-            kept = [i for i, p in enumerate(positions) if p in self.seen.span]
-            if not self.seen.states:
-                self.seen.states = [{} for _ in outputs]
-            for found, output in zip(self.seen.states, outputs, strict=True):
-                rows = output[kept].cpu()
-                found |= {positions[i]: row for i, row in zip(kept, rows, strict=True)}
+            seen.ids |= dict(zip(positions, ids, strict=True))
+            kept = [i for i, p in enumerate(positions) if p in seen.span]
+            places = [positions[i] for i in kept]
+            if not seen.states:
+                seen.states = [{} for _ in outputs]
+            for found, output in zip(seen.states, outputs, strict=True):
+                found |= dict(zip(places, output[kept].cpu(), strict=True))
             for i, row in self._logits(model, hidden, kept):
-                self.seen.logits[positions[i]] = row.cpu()
+                seen.logits[positions[i]] = row.cpu()
             # The prompt may be computed by itself, in pieces: then its forwards are part of this.
-            self.seen.first = mask_id not in ids
-        asked = [i for i, p in enumerate(positions) if p >= self.seen.best_from]
+            seen.first = seen.mask_id not in ids
+        asked = [i for i, p in enumerate(positions) if p >= seen.best_from]
         for i, row in self._logits(model, hidden, asked):
-            row[mask_id] = float("-inf")
+            row[seen.mask_id] = float("-inf")
             probability, token = row.softmax(-1).max(-1)
-            self.seen.best[positions[i]] = (int(token), float(probability))
+            seen.best[positions[i]] = (int(token), float(probability))
 
     def _logits(
         self, model: Any, hidden: Tensor, rows: list[int]
@@ -188,12 +185,9 @@ def start(options: dict[str, Any], tensor_parallel_size: int) -> LLM:
     return start_engine(options | own)
 
 
-def decode(
-    llm: LLM, name: str, prompt: list[int], max_tokens: int, stop: set[int]
-) -> Decode:
+def decode(llm: LLM, name: str, job: Job) -> Decode:
     """Decode one prompt greedily, step by step."""
-    config = get_decode_config(llm.llm_engine.vllm_config)
-    length = len(prompt)
+    config, prompt, length = job.config, job.prompt, len(job.prompt)
     shift = int(config.family.logits_shift)
     span = range(max(length - COMPARED, 0), length + COMPARED)
     call(llm, "watch_request", span, max(length - shift, 0), config.mask_token_id)
@@ -202,18 +196,18 @@ def decode(
         # Drafts of a length that is asked for do not depend on load.
         named = {REQUEST_PREFIX + "block_length": config.block_length}
     sampling = SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=job.max_tokens,
         temperature=0.0,
         seed=SEED,
         # The second implementation is told the same tokens.
         ignore_eos=True,
-        stop_token_ids=sorted(stop),
+        stop_token_ids=sorted(job.stop),
         extra_args=named,
     )
     engine = llm.llm_engine
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
     known, decided, output = dict(enumerate(prompt)), [], None
-    template = request_arguments(config, {}, max_tokens).template
+    template = job.request.template
     if template is not None:  # no forward decides what is given
         known |= dict(enumerate(template.token_ids, length))
     while engine.has_unfinished_requests():
@@ -236,7 +230,8 @@ def decode(
                 new[p] = token
         known |= new
         if new:
-            decided.append(Decided(new, {p + shift: one for p, one in best.items()}))
+            proposed = {p + shift: one for p, one in best.items()}
+            decided.append(Decided(new, proposed))
     assert output is not None, "every request that ends has an output"
     first = call(llm, "stop_watching")
     tokens = list(output.outputs[0].token_ids)

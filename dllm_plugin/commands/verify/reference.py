@@ -8,18 +8,17 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.models.checkpoints.lora import adapter_folder
-from dllm_plugin.reference.model import PlainModel
+from dllm_plugin.models.checkpoints.weights import count_parameters
+from dllm_plugin.reference.model import PlainModel, States
 from dllm_plugin.reference.sizes import Sizes
 from dllm_plugin.reference.text import Slots
 
@@ -29,21 +28,17 @@ FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json"]
 UNUSABLE = (ImportError, AttributeError, KeyError, TypeError, RuntimeError)
 
 
-def _named_classes(folder: Path) -> dict[str, str]:
-    """Return the classes of a checkpoint's own code, by what transformers uses them for."""
+def _own_classes(folder: Path) -> tuple[str, str]:
+    """Return config and model class of a checkpoint's own code; empty if there is none."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    named: dict[str, str] = config.get("auto_map") or {}
-    return named
-
-
-def _model_class(named: dict[str, str]) -> str:
-    """Return which of the classes is the model; empty if there is none."""
-    return named.get("AutoModelForCausalLM") or named.get("AutoModel") or ""
+    named = config.get("auto_map") or {}
+    model = named.get("AutoModelForCausalLM") or named.get("AutoModel") or ""
+    return named.get("AutoConfig", ""), model
 
 
 def has_code(folder: Path) -> bool:
     """Return whether a checkpoint's folder holds the modelling code that its config names."""
-    name = _model_class(_named_classes(folder)).partition(".")[0]
+    name = _own_classes(folder)[1].partition(".")[0]
     return (folder / f"{name}.py").is_file()
 
 
@@ -51,14 +46,13 @@ def own_model(folder: Path, dtype: torch.dtype) -> Any:
     """Import a checkpoint's own code and load the weights. Raises ValueError if that fails."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    path, mapped = str(folder), _named_classes(folder)
-    model_class: Any
+    path, classes = str(folder), list[Any]()
     try:
         # Not by AutoConfig, which prefers the config classes that we register.
-        config_class: Any = get_class_from_dynamic_module(mapped["AutoConfig"], path)
-        model_class = get_class_from_dynamic_module(_model_class(mapped), path)
-        config = config_class.from_pretrained(path)
-        return model_class.from_pretrained(path, config=config, dtype=dtype)
+        for name in _own_classes(folder):
+            classes.append(get_class_from_dynamic_module(name, path))
+        config = classes[0].from_pretrained(path)
+        return classes[1].from_pretrained(path, config=config, dtype=dtype)
     except UNUSABLE as error:
         raise ValueError(
             f"The checkpoint's own code does not run with the installed transformers ({error}):"
@@ -93,7 +87,7 @@ class OwnCode:
             block_N = torch.tensor(block, device=device)
             hidden = block_N[:, None] < block_N[None, :]
             least = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=device)
+            mask = torch.zeros_like(hidden, dtype=self.model.dtype)
             given["attention_mask"] = mask.masked_fill(hidden, least)[None, None]
         logits: Tensor = self.model(input_ids=ids, **given).logits[0].float()
         return logits
@@ -108,21 +102,18 @@ class OwnCode:
         rows = self.rows(tokens, block)
         return torch.cat([rows[:1], rows[:-1]]) if self.shift else rows
 
-    def states(
-        self, tokens: list[int], block: list[int]
-    ) -> tuple[list[Tensor], Tensor]:
+    def states(self, tokens: list[int], block: list[int]) -> States:
         """Compute the hidden states after the embedding and every layer, and logits."""
         with _noting(self.watched) as outputs:
             logits = self.rows(tokens, block)
         return outputs, logits
 
-    def exact_states(
-        self, tokens: list[int], block: list[int]
-    ) -> tuple[list[Tensor], Tensor]:
+    def exact_states(self, tokens: list[int], block: list[int]) -> States:
         """Compute as `states`, in float32 by a copy of the model."""
         if self.exact is None:
-            model, num_layers = copy.deepcopy(self.model).float(), len(self.watched) - 1
-            self.exact = OwnCode(model, self.shift, self.mask_id, num_layers)
+            model = copy.deepcopy(self.model).float()
+            layers = len(self.watched) - 1
+            self.exact = OwnCode(model, self.shift, self.mask_id, layers)
             self.exact.always_masks = self.always_masks
         return self.exact.states(tokens, block)
 
@@ -146,9 +137,8 @@ class OwnCode:
             ) from error
         same = torch.equal(before[0], after[0])
         if same is full_attention:
-            fault = "ignores a mask of blocks"
-            if same:
-                fault = "attends causally without a mask"
+            faults = "ignores a mask of blocks", "attends causally without a mask"
+            fault = faults[same]
             raise ValueError(
                 f"The checkpoint's own code {fault}, so it cannot be compared under this "
                 "strategy: leave out --trust-remote-code."
@@ -210,10 +200,10 @@ def load(
         own = OwnCode(model, family.logits_shift, config.mask_token_id, num_layers)
         own.check(config.method.full_attention, config.method.keeps_kv)
         return Reference(own, "the checkpoint's own code", device, is_mixture)
-    adapter = None if config.lora_path is None else adapter_folder(config.lora_path)
-    plain = PlainModel.load(
-        folder, config.mask_token_id, dtype=dtype, device=device, adapter=adapter
-    )
+    reading: dict[str, Any] = {"dtype": dtype, "device": device}
+    if config.lora_path is not None:
+        reading["adapter"] = adapter_folder(config.lora_path)
+    plain = PlainModel.load(folder, config.mask_token_id, **reading)
     return Reference(plain, f"plain torch for {family.name}", device, is_mixture)
 
 
@@ -224,13 +214,6 @@ def choose_device(folder: Path, bytes_each: int) -> str:
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    return "cuda" if ROOM * num_weights(folder) * bytes_each < free else "cpu"
-
-
-def num_weights(folder: Path) -> int:
-    """Count the numbers in all safetensors files."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            total += sum(prod(tensors.get_slice(n).get_shape()) for n in tensors.keys())  # noqa: SIM118
-    return total
+    weights = count_parameters(str(folder), None)
+    assert weights is not None, "the engine has loaded safetensors files"
+    return "cuda" if ROOM * weights * bytes_each < free else "cpu"

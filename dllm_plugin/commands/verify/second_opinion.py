@@ -82,60 +82,61 @@ def decode_job(model: Model, job: Job, watch: Callable[[Step], None]) -> Result:
 
 def rules_of(job: Job) -> Rules:
     """Return the options of the plain loop."""
-    request = dataclasses.asdict(job.request)
+    config, request = job.config, dataclasses.asdict(job.request)
     given = {name: request[name] for name in _known() if name in request}
     return Rules(
-        strategy=_name(job.config),
-        on_grid=job.config.family.absolute_grid,
-        exact_end=job.config.method.exact_end,
-        rounded=job.config.method.skips_steps,
-        splits_prompt=job.config.method.splits_prompt,
-        canvas_length=job.config.canvas_length,
-        linear=job.config.method.reserves_last,
-        structure=job.config.structure_token_ids,
+        strategy=_name(config),
+        on_grid=config.family.absolute_grid,
+        exact_end=config.method.exact_end,
+        rounded=config.method.skips_steps,
+        splits_prompt=config.method.splits_prompt,
+        canvas_length=config.canvas_length,
+        linear=config.method.reserves_last,
+        structure=config.structure_token_ids,
         **given,
     )
 
 
 def _known() -> set[str]:
     """Return the options that the plain loops compute."""
-    names = {field.name for field in dataclasses.fields(Rules)}
-    return names - {*NOT_COMPARED}
+    return {field.name for field in dataclasses.fields(Rules)} - {*NOT_COMPARED}
 
 
 def _name(config: DecodeConfig) -> str:
     """Return the loop of an engine's strategy."""
-    if config.method.inserts:
+    method = config.method
+    if method.inserts:
         return STRUCTURE
-    if config.method.verifies or config.method.causal_rows:
+    if method.verifies or method.causal_rows:
         return config.strategy
-    if config.method.causal_commit:
+    if method.causal_commit:
         return CAUSAL_BLOCKS
-    if config.method.exact_end and not config.method.full_attention:
+    if method.exact_end and not method.full_attention:
         return EXACT_BLOCKS
     return SUB_BLOCKS if config.dedicated_commit else config.strategy
 
 
 def blocks_of(job: Job, length: int) -> list[int]:
     """Number the blocks of the first positions; a query sees its and earlier blocks."""
-    if job.config.method.full_attention:
+    config, start, size = job.config, len(job.prompt), job.request.block_length
+    if config.method.full_attention:
         return [0] * length
-    start, size = len(job.prompt), job.request.block_length
-    if job.config.method.causal:
+    if config.method.causal:
         # The first forward after the prompt's denoises a block, or is causal, too.
-        end = length if job.config.method.causal_rows else start
+        end = length if config.method.causal_rows else start
         return [min(p, end) for p in range(length)]
-    origin = job.config.origin(start, size)
-    if job.config.family.absolute_grid:
+    origin = config.origin(start, size)
+    if config.family.absolute_grid:
         return [p // size for p in range(length)]
     return [0] * origin + [1 + (p - origin) // size for p in range(origin, length)]
 
 
 def first_stop(job: Job) -> int:
     """Return the end of the positions that both sides compute in the first forward."""
-    start, size = len(job.prompt), job.request.block_length
-    if job.config.method.full_attention or job.config.method.causal_rows:
+    config, start, size = job.config, len(job.prompt), job.request.block_length
+    if config.method.full_attention or config.method.causal_rows:
         return job.max_model_len
-    if job.config.family.absolute_grid:
-        return min((start // size + 1) * size, job.max_model_len)
-    return min(start + size, job.max_model_len)
+    end = start + size
+    if config.family.absolute_grid:
+        end = (start // size + 1) * size
+    return min(end, job.max_model_len)

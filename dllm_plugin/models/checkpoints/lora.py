@@ -87,10 +87,8 @@ def adapter_folder(path: str) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except (
-        HFValidationError,
-        OSError,
-    ) as error:  # OSError: every network and cache failure
+    # OSError: every network and cache failure.
+    except (HFValidationError, OSError) as error:
         raise ValueError(
             f"lora_path '{path}' is neither a directory nor a repository that can be fetched."
         ) from error
@@ -123,35 +121,24 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-@dataclass(frozen=True)
-class Patterns:
-    """Look modules up in an adapter's rank_pattern and alpha_pattern, until `deadline` at most."""
+def is_module(pattern: str, module: str, seconds: float, where: str) -> bool:
+    """Return whether a pattern of an adapter's config is that of a module.
 
-    path: Path
-    config: dict[str, Any]
-    deadline: float  # on the monotonic clock: a pattern can take exponential time
-
-    def value(self, name: str, module: str, default: Any) -> Any:
-        """Return the value for a module; as in PEFT, the first match wins."""
-        for key, value in (self.config.get(name) or {}).items():
-            if self._matches(name, key, module):
-                return value
-        return default
-
-    def _matches(self, name: str, key: str, module: str) -> bool:
-        where = f"Adapter '{self.path}' has, in {name} of {CONFIG_FILE}, {shown(key)}"
-        left = max(self.deadline - time.monotonic(), 1e-3)
-        try:
-            return regex.fullmatch(rf"(.*\.)?({key})", module, timeout=left) is not None
-        except regex.error as error:
-            raise ValueError(
-                f"{where}, which is no regular expression: {error}."
-            ) from error
-        except TimeoutError:
-            raise ValueError(
-                f"{where}: matching the names of modules took longer than {PATTERN_SECONDS:g} "
-                "seconds. Write the names out."
-            ) from None
+    Raises ValueError, which begins with `where`, after some seconds: a pattern can take
+    exponential time.
+    """
+    try:
+        found = regex.fullmatch(rf"(.*\.)?({pattern})", module, timeout=seconds)
+    except regex.error as error:
+        raise ValueError(
+            f"{where}, which is no regular expression: {error}."
+        ) from error
+    except TimeoutError:
+        raise ValueError(
+            f"{where}: matching the names of modules took longer than {PATTERN_SECONDS:g} "
+            "seconds. Write the names out."
+        ) from None
+    return found is not None
 
 
 def load_adapter(path: Path) -> LoraAdapter:
@@ -177,73 +164,76 @@ def load_adapter(path: Path) -> LoraAdapter:
                 f"Adapter '{path}' holds '{name}', which is no LoRA matrix."
             )
         halves.setdefault(match[1], {})[match[2]] = tensor
-    patterns = Patterns(path, config, time.monotonic() + PATTERN_SECONDS)
-    pairs = {
-        module: make_pair(patterns, module, pair) for module, pair in halves.items()
-    }
+    deadline, pairs = time.monotonic() + PATTERN_SECONDS, {}
+
+    def value(name: str, module: str, default: Any) -> Any:
+        """Return the value for a module; as in PEFT, the first match wins."""
+        for key, value in (config.get(name) or {}).items():
+            where = f"Adapter '{path}' has, in {name} of {CONFIG_FILE}, {shown(key)}"
+            left = max(deadline - time.monotonic(), 1e-3)
+            if is_module(key, module, left, where):
+                return value
+        return default
+
+    for module, half in halves.items():
+        rank = value("rank_pattern", module, config.get("r", 8))
+        alpha = value("alpha_pattern", module, config.get("lora_alpha", 8))
+        a, b = checked_half(path, module, half, rank)
+        root = math.sqrt(rank) if config.get("use_rslora") else rank
+        pairs[module] = LoraPair(a, b, alpha / root)
     base_name = str(config.get("base_model_name_or_path") or "")
     return LoraAdapter(path, base_name, tuple(config["target_modules"]), pairs)
 
 
-def make_pair(
-    patterns: Patterns, module: str, half: dict[str, torch.Tensor]
-) -> LoraPair:
-    """Return one module's update; raise ValueError for a missing matrix or another rank."""
-    path, config = patterns.path, patterns.config
-    if set(half) != {"A", "B"}:
-        lacking = ({"A", "B"} - set(half)).pop()
-        raise ValueError(f"Adapter '{path}' has no lora_{lacking} for '{module}'.")
-    rank = patterns.value("rank_pattern", module, config.get("r", 8))
-    alpha = patterns.value("alpha_pattern", module, config.get("lora_alpha", 8))
+def checked_half(
+    path: Path, module: str, half: dict[str, torch.Tensor], rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both matrices of a module; raise ValueError if one is missing or has another rank."""
+    for letter in "AB":
+        if letter not in half:
+            raise ValueError(f"Adapter '{path}' has no lora_{letter} for '{module}'.")
     a, b = half["A"], half["B"]
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise ValueError(
             f"Adapter '{path}' has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)} for "
             f"'{module}', but rank {rank} in {CONFIG_FILE}."
         )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return LoraPair(a, b, scale)
+    return a, b
 
 
 def check_adapter(vllm_config: VllmConfig, path: str | None) -> None:
-    """Raise ValueError if the adapter of `lora_path` cannot be merged into the model."""
+    """Raise ValueError if the adapter of `lora_path` cannot be merged into the model.
+
+    The loader has to pass the base's own full matrices.
+    """
     if path is None:
         return
-    model_config = vllm_config.model_config
-    quantized = model_config.model_arch_config.quantization_config is not None
-    check_mergeable(path, quantized, vllm_config.load_config.load_format)
-    read_adapter(path, model_config)
-
-
-def read_adapter(path: str, model_config: ModelConfig) -> LoraAdapter:
-    """Read an adapter; raise ValueError unless it was trained on the served model."""
-    adapter = load_adapter(adapter_folder(path))
-    config = model_config.hf_config
-    check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
-    return adapter
-
-
-def fitting_adapter(
-    path: str, model_config: ModelConfig, shapes: Shapes
-) -> LoraAdapter:
-    """Read an adapter; raise ValueError unless all of it fits the served model."""
-    adapter = read_adapter(path, model_config)
-    check_coverage(adapter, shapes)
-    return adapter
-
-
-def check_mergeable(path: str, quantized: bool, load_format: Any) -> None:
-    """Raise ValueError unless the loader passes the base's own full matrices."""
-    if quantized or load_format in FORMATS_WITHOUT_MERGE:
-        reason = (
-            "the checkpoint is already quantised"
-            if quantized
-            else f"load_format={load_format!r} reads ready-made parameters"
-        )
+    load_format, reason = vllm_config.load_config.load_format, ""
+    if load_format in FORMATS_WITHOUT_MERGE:
+        reason = f"load_format={load_format!r} reads ready-made parameters"
+    if vllm_config.model_config.model_arch_config.quantization_config is not None:
+        reason = "the checkpoint is already quantised"
+    if reason:
         raise ValueError(
             f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
             "from its original safetensors files."
         )
+    read_adapter(path, vllm_config.model_config)
+
+
+def read_adapter(
+    path: str, model_config: ModelConfig, shapes: Shapes | None = None
+) -> LoraAdapter:
+    """Read an adapter; raise ValueError unless it was trained on the served model.
+
+    With the shapes of the model's tensors, all of it has to fit them.
+    """
+    adapter = load_adapter(adapter_folder(path))
+    config = model_config.hf_config
+    check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
+    if shapes is not None:
+        check_coverage(adapter, shapes)
+    return adapter
 
 
 def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:
@@ -266,30 +256,29 @@ def check_base(adapter: LoraAdapter, served: Iterable[str | None]) -> None:
 
 def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
     """Raise ValueError unless the adapter updates exactly its target modules in every layer."""
-    matrices = {
-        module_of(name): shape for name, shape in shapes.items() if len(shape) == 2
-    }
     wanted: dict[str, tuple[int, ...]] = {}
     for target in adapter.targets:
-        hits = {
-            m: s for m, s in matrices.items() if m == target or m.endswith(f".{target}")
-        }
-        if not hits:
+        before = len(wanted)
+        for name, shape in shapes.items():
+            module = module_of(name)
+            if len(shape) == 2 and f".{module}".endswith(f".{target}"):
+                wanted[module] = shape
+        if len(wanted) == before:
             raise ValueError(
                 f"Adapter '{adapter.path}' targets '{target}', a module this model does not have."
             )
-        wanted |= hits
-    for module, (rows, columns) in wanted.items():
+    for module, matrix in wanted.items():
         if module not in adapter.pairs:
             raise ValueError(
                 f"Adapter '{adapter.path}' has no matrices for '{module}': "
                 f"{len(adapter.pairs)} of {len(wanted)} target modules are there."
             )
         pair = adapter.pairs[module]
-        if (pair.b.shape[0], pair.a.shape[1]) != (rows, columns):
+        found = (pair.b.shape[0], pair.a.shape[1])
+        if found != matrix:
             raise ValueError(
-                f"Adapter '{adapter.path}' updates '{module}' as "
-                f"{(pair.b.shape[0], pair.a.shape[1])}, but the weight is {(rows, columns)}."
+                f"Adapter '{adapter.path}' updates '{module}' as {found}, but the weight is "
+                f"{matrix}."
             )
     surplus = [module for module in adapter.pairs if module not in wanted]
     if surplus:
@@ -308,18 +297,18 @@ def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, torch.T
     waiting = dict(adapter.pairs)
     for name, weight in weights:
         module = module_of(name)
-        if name.endswith(".weight") and module in waiting:
-            if not is_plain(weight):
-                raise ValueError(
-                    f"Cannot merge adapter '{adapter.path}' into '{name}': it is stored "
-                    f"quantised ({weight.dtype}); serve the unquantised base model."
-                )
-            pair = waiting.pop(module)
-            delta = pair.b.float() @ pair.a.float()
-            merged = weight.float() + pair.scale * delta.to(weight.device)
-            yield name, merged.to(weight.dtype)
-        else:
+        if module not in waiting or not name.endswith(".weight"):
             yield name, weight
+            continue
+        if not is_plain(weight):
+            raise ValueError(
+                f"Cannot merge adapter '{adapter.path}' into '{name}': it is stored "
+                f"quantised ({weight.dtype}); serve the unquantised base model."
+            )
+        pair = waiting.pop(module)
+        delta = pair.b.float() @ pair.a.float()
+        merged = weight.float() + pair.scale * delta.to(weight.device)
+        yield name, merged.to(weight.dtype)
     if waiting:
         raise ValueError(
             f"{len(waiting)} of {len(adapter.pairs)} updates of adapter '{adapter.path}' found no "

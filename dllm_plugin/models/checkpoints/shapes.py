@@ -8,11 +8,11 @@ from typing import Any
 from dllm_plugin.models.checkpoints.weights import Shapes
 
 
-def embedding_and_head(config: Any, embedding: str = "model.embed_tokens") -> Shapes:
+def embedding_and_head(config: Any) -> Shapes:
     """Return the shapes of embedding, final norm and LM head."""
     width, vocab = config.hidden_size, config.vocab_size
     return {
-        f"{embedding}.weight": (vocab, width),
+        "model.embed_tokens.weight": (vocab, width),
         "model.norm.weight": (width,),
         "lm_head.weight": (vocab, width),
     }
@@ -61,19 +61,12 @@ def attention(name: str, config: Any, bias: bool, qk_norm: bool) -> Shapes:
     return shapes
 
 
-def decoder(
-    config: Any,
-    *,
-    bias: bool = False,
-    qk_norm: bool = False,
-    sparse_layers: frozenset[int] = frozenset(),
-) -> Shapes:
+def decoder(config: Any, *, bias: bool = False, qk_norm: bool = False) -> Shapes:
     """Return the shapes of a Llama or Qwen.
 
     Args:
         bias: query, key and value have biases.
         qk_norm: each head of query and key has a norm.
-        sparse_layers: layers with experts; the others have one dense MLP.
     """
     shapes = embedding_and_head(config)
     width, inner = config.hidden_size, config.intermediate_size
@@ -81,7 +74,7 @@ def decoder(
         block = f"model.layers.{layer}"
         shapes |= layer_norms(block, config)
         shapes |= attention(f"{block}.self_attn", config, bias, qk_norm)
-        if layer in sparse_layers:
+        if layer in config.sparse_layers:
             shapes |= experts(f"{block}.mlp", config)
         else:
             shapes |= gated_mlp(f"{block}.mlp", width, inner)

@@ -72,7 +72,8 @@ def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
         return WeightBytes(stored)
     chosen = model_config.hf_text_config.num_experts_per_tok
     expert = of_experts / experts
-    return WeightBytes(stored - (experts - chosen) * expert, expert, experts, chosen)
+    small = stored - (experts - chosen) * expert
+    return WeightBytes(small, expert, experts, chosen)
 
 
 def _kept_share(model_config: ModelConfig) -> float:
@@ -89,8 +90,12 @@ def _bytes_of_experts(file: Path) -> int:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
-    ends = [entry["data_offsets"] for name, entry in header.items() if EXPERTS in name]
-    return sum(end - begin for begin, end in ends)
+    total = 0
+    for name, entry in header.items():
+        if EXPERTS in name:
+            begin, end = entry["data_offsets"]
+            total += end - begin
+    return total
 
 
 def _bytes_per_token(vllm_config: VllmConfig) -> float:
@@ -99,5 +104,6 @@ def _bytes_per_token(vllm_config: VllmConfig) -> float:
     dtype = model_config.dtype
     assert isinstance(dtype, torch.dtype)
     size = kv_item_bytes(vllm_config.cache_config.cache_dtype, dtype.itemsize)
-    heads = model_config.get_total_num_kv_heads() * model_config.get_head_size()
-    return 2 * heads * size * model_config.get_num_layers(vllm_config.parallel_config)
+    depth = model_config.get_num_layers(vllm_config.parallel_config)
+    heads = model_config.get_total_num_kv_heads()
+    return 2 * depth * heads * model_config.get_head_size() * size

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 
-SUFFIX = re.compile(
-    r"-b(\d+)$"
-)  # as in JetLM/SDAR-8B-Chat-b32, whose config has no block length
-UNKNOWN = "unknown"  # of a block length that neither config.json nor a known name gives
+# As in JetLM/SDAR-8B-Chat-b32, whose config has no block length.
+SUFFIX = re.compile(r"-b(\d+)$")
+# Of a block length that neither config.json nor a known name gives.
+UNKNOWN = "unknown"
 
 
 def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
@@ -28,8 +28,11 @@ def trained_to_edit(model_config: "ModelConfig", family: Family) -> bool:
 def model_names(name: str | Path) -> set[str]:
     """Return the names by which a path or repository id is known: basename, Hub cache entry."""
     parts = Path(str(name).rstrip("/")).parts
-    cached = [part.split("--")[-1] for part in parts if part.startswith("models--")]
-    return {part.casefold() for part in (*parts[-1:], *cached)}
+    names = {*parts[-1:]}
+    for part in parts:
+        if part.startswith("models--"):
+            names.add(part.split("--")[-1])
+    return {name.casefold() for name in names}
 
 
 def checkpoint_names(model_config: "ModelConfig") -> list[str]:
@@ -41,8 +44,9 @@ def checkpoint_names(model_config: "ModelConfig") -> list[str]:
 
 def published_threshold(model_config: "ModelConfig", family: Family) -> float:
     """Return the threshold that a checkpoint's card asks for, else the family's."""
+    names = checkpoint_names(model_config)
     for pattern, threshold in family.thresholds:
-        if any(re.search(pattern, name) for name in checkpoint_names(model_config)):
+        if any(re.search(pattern, name) for name in names):
             return threshold
     return family.threshold
 
@@ -127,10 +131,8 @@ def find_pad_token(model_config: "ModelConfig") -> int | None:
 
 def find_turn_ends(model_config: "ModelConfig", family: Family) -> tuple[int, ...]:
     """Return the ids of the family's end-of-turn tokens, which end an answer like EOS."""
-    vocabulary = tokenizer_ids(model_config)
-    return tuple(
-        vocabulary[text] for text in family.turn_end_tokens if text in vocabulary
-    )
+    ids = tokenizer_ids(model_config)
+    return tuple(ids[text] for text in family.turn_end_tokens if text in ids)
 
 
 def pad_and_eos(model_config: "ModelConfig") -> tuple[int, ...]:

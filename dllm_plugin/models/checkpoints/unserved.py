@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,6 +185,7 @@ def _folder(model: str) -> Path | None:
 
 
 WITHOUT_LOADER = ("bitsandbytes", "gguf")
+GENERATION = "generation_config.json"
 
 
 def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
@@ -197,19 +199,14 @@ def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
     folder, names = _folder(model), model_names(model)
     if isinstance(config.get("_name_or_path"), str):
         names |= model_names(config["_name_or_path"])
-    found = with_architecture({**_generation_config(folder), **config})
+    generation: Any = None
+    if folder is not None and (folder / GENERATION).is_file():
+        with suppress(ValueError):  # vLLM reports it
+            generation = json.loads((folder / GENERATION).read_text())
+    if not isinstance(generation, dict):
+        generation = {}
+    found = with_architecture({**generation, **config})
     refuse_unserved(found, names, folder=folder)
-
-
-def _generation_config(folder: Path | None) -> dict[str, Any]:
-    """Return generation_config.json of a folder; nothing if there is none that can be read."""
-    if folder is None or not (folder / "generation_config.json").is_file():
-        return {}
-    try:
-        found = json.loads((folder / "generation_config.json").read_text())
-    except ValueError:
-        return {}  # vLLM reports it
-    return found if isinstance(found, dict) else {}
 
 
 # Keys of published configs that change nothing of what a served model computes: of training, of
@@ -242,5 +239,8 @@ def unknown_keys(hf_config: Any) -> list[str]:
     """
     known = {one.name for one in dataclasses.fields(hf_config)} | HARMLESS
     known |= set(hf_config.attribute_map) | set(hf_config.fixed)
-    found = hf_config.to_dict().items()
-    return sorted(key for key, value in found if value is not None and key not in known)
+    found = set()
+    for key, value in hf_config.to_dict().items():
+        if value is not None and key not in known:
+            found.add(key)
+    return sorted(found)

@@ -1,9 +1,15 @@
-"""Serve LLaDA: a Llama under OLMo's weight names, as in GSAI-ML/LLaDA-8B-Instruct's index."""
+"""Serve Llamas and Qwens under the weight names of their parents, and LLaDA.
+
+LLaDA is a Llama under OLMo's weight names, as in GSAI-ML/LLaDA-8B-Instruct's index.
+"""
 
 from typing import Any
 
 import regex as re
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.models.base import DiffusionModel
@@ -46,12 +52,43 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
-        of_llama = shapes.decoder(config)
+        of_llama = super().checkpoint_shapes(config)
         found: Shapes = {}
         for ours, theirs in OUTSIDE.items():
             found[f"model.transformer.{ours}.weight"] = of_llama[f"{theirs}.weight"]
         for layer in range(config.num_hidden_layers):
-            block, llama = f"model.transformer.blocks.{layer}", f"model.layers.{layer}"
+            block = f"model.transformer.blocks.{layer}"
             for ours, theirs in IN_LAYER.items():
-                found[f"{block}.{ours}.weight"] = of_llama[f"{llama}.{theirs}.weight"]
+                shape = of_llama[f"model.layers.{layer}.{theirs}.weight"]
+                found[f"{block}.{ours}.weight"] = shape
         return found
+
+
+class Qwen2Diffusion(DiffusionModel, Qwen2ForCausalLM):
+    """Serve Dream, DiffuCoder, Fast-dLLM v2, Open-dCoder and A2D from Qwen2."""
+
+    has_bias = True
+
+
+class Qwen3Diffusion(DiffusionModel, Qwen3ForCausalLM):
+    """Serve SDAR, I-DLM, WeDLM-8B, DreamReasoner and A2D from Qwen3."""
+
+    has_qk_norm = True
+
+
+class Qwen3MoeDiffusion(DiffusionModel, Qwen3MoeForCausalLM):
+    """Serve mixtures of experts under the names of a Qwen3-MoE."""
+
+    has_qk_norm = True
+
+
+class LlamaDiffusion(DiffusionModel, LlamaForCausalLM):
+    """Serve Stable-DiffCoder, and A2D from Llama."""
+
+
+class BiasedLlamaDiffusion(DiffusionModel, LlamaForCausalLM):
+    """Serve WeDLM-7B: a Qwen2.5, but a Llama may have heads of any size."""
+
+    @classmethod
+    def checkpoint_shapes(cls, config: Any) -> Shapes:
+        return shapes.decoder(config, bias=config.qkv_bias)
