@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     """List the sequences of a batch without empty ones, in the runner's order of requests.
 
-    That is canvases first, then
+    That is canvases first, then prefills.
     """
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     lengths = states.requests.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]

@@ -28,12 +28,12 @@ FILES = ["*.safetensors", "*.safetensors.index.json", "*config.json"]
 UNUSABLE = (ImportError, AttributeError, KeyError, TypeError, RuntimeError)
 
 
-def _own_classes(folder: Path) -> tuple[str, str]:
-    """Return config and model class of a checkpoint's own code; empty if there is none."""
+def _own_classes(folder: Path) -> tuple[str | None, str]:
+    """Return config and model class of a checkpoint's own code, if there is some."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     named = config.get("auto_map") or {}
     model = named.get("AutoModelForCausalLM") or named.get("AutoModel") or ""
-    return named.get("AutoConfig", ""), model
+    return named.get("AutoConfig"), model
 
 
 def has_code(folder: Path) -> bool:
@@ -46,13 +46,16 @@ def own_model(folder: Path, dtype: torch.dtype) -> Any:
     """Import a checkpoint's own code and load the weights. Raises ValueError if that fails."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    path, classes = str(folder), list[Any]()
+    path, (config_name, model_name) = str(folder), _own_classes(folder)
+    model_class: Any
     try:
+        if config_name is None:
+            raise KeyError("AutoConfig")
         # Not by AutoConfig, which prefers the config classes that we register.
-        for name in _own_classes(folder):
-            classes.append(get_class_from_dynamic_module(name, path))
-        config = classes[0].from_pretrained(path)
-        return classes[1].from_pretrained(path, config=config, dtype=dtype)
+        config_class: Any = get_class_from_dynamic_module(config_name, path)
+        model_class = get_class_from_dynamic_module(model_name, path)
+        config = config_class.from_pretrained(path)
+        return model_class.from_pretrained(path, config=config, dtype=dtype)
     except UNUSABLE as error:
         raise ValueError(
             f"The checkpoint's own code does not run with the installed transformers ({error}):"

@@ -258,12 +258,12 @@ def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
     """Raise ValueError unless the adapter updates exactly its target modules in every layer."""
     wanted: dict[str, tuple[int, ...]] = {}
     for target in adapter.targets:
-        before = len(wanted)
+        is_there = False
         for name, shape in shapes.items():
             module = module_of(name)
             if len(shape) == 2 and f".{module}".endswith(f".{target}"):
-                wanted[module] = shape
-        if len(wanted) == before:
+                wanted[module], is_there = shape, True
+        if not is_there:
             raise ValueError(
                 f"Adapter '{adapter.path}' targets '{target}', a module this model does not have."
             )
