@@ -65,7 +65,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     only those of this forward. And where the last block ends with the text: the suffix counts whole
     blocks.
     """
-    chosen = vllm_config.attention_config.backend == FLASH_ATTN and flash_version == 3
+    backend = vllm_config.attention_config.backend
+    chosen = backend == FLASH_ATTN and flash_version == 3
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
     if not chosen or quantised or envs.VLLM_BATCH_INVARIANT:
         return {}
@@ -110,7 +111,8 @@ class CascadeBuffers:
     def lay_out(self, stops: np.ndarray) -> None:
         """Take the canvas positions ``[R, sequences per request]`` where the sequences end."""
         self._number_requests()
-        async_tensor_h2d(stops.ravel().astype(np.int32), out=self.keys[: stops.size])
+        stops_B = stops.ravel().astype(np.int32)
+        async_tensor_h2d(stops_B, out=self.keys[: stops.size])
         self.keys[stops.size :] = 0
         self.context[len(stops) :] = 0
 

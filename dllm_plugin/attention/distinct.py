@@ -288,7 +288,8 @@ class SpanBuffers:
             num_reqs = batch.num_reqs_after_padding
             num_tokens = batch.num_tokens_after_padding
         query_start_loc = batch.query_start_loc[: num_reqs + 1]
-        query_start_loc_cpu = torch.from_numpy(batch.query_start_loc_np[: num_reqs + 1])
+        starts_np = batch.query_start_loc_np[: num_reqs + 1]
+        query_start_loc_cpu = torch.from_numpy(starts_np)
         stop_R = batch.seq_lens[:num_reqs]
         spans = self.fill(*segments, query_start_loc, stop_R, num_tokens)
         return build_attn_metadata(
@@ -322,7 +323,8 @@ class SpanBuffers:
         token_T = self.token_T[:num_tokens]
         segment_T = torch.searchsorted(segment_start_loc[1:], token_T, right=True)
         keys = torch.nn.functional.pad(segment_keys, (0, 1))
-        seen_T = torch.index_select(keys, 0, segment_T, out=self.seen_T[:num_tokens])
+        seen_T = self.seen_T[:num_tokens]
+        torch.index_select(keys, 0, segment_T, out=seen_T)
         start_R = self.start_R[: len(stop_R)]
         torch.sub(stop_R, query_start_loc.diff(), out=start_R)
         return {"span_start": start_R, "keys_seen": seen_T}

@@ -47,7 +47,8 @@ def floating_sequences(
     on_host = found.query_start_loc_cpu
     if states.device.type == "cpu":
         on_host = starts
-    return found._replace(query_start_loc_cpu=on_host, max_query_len=int(spans.max()))
+    longest = int(spans.max())
+    return found._replace(query_start_loc_cpu=on_host, max_query_len=longest)
 
 
 def captured_floating(
@@ -71,7 +72,8 @@ def captured_floating(
         return query_start_loc
     starts = np.full(len(query_start_loc), num_tokens, dtype=np.int32)
     starts[0] = 0
-    starts[1 : count + 1] = np.cumsum(_undecided(np.full(canvases, width), per_canvas))
+    lengths = _undecided(np.full(canvases, width), per_canvas)
+    starts[1 : count + 1] = np.cumsum(lengths)
     return torch.from_numpy(starts)
 
 

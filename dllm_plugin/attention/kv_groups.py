@@ -58,5 +58,6 @@ def clear_pages(
     for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
         cache = layer.kv_cache.view(torch.uint8)
         rows = cache.shape[0] // num_pages
-        index_np = (np.array(pages)[:, None] * rows + np.arange(rows)).reshape(-1)
+        index_np = np.array(pages)[:, None] * rows + np.arange(rows)
+        index_np = index_np.reshape(-1)
         cache.index_fill_(0, async_tensor_h2d(index_np, device=device), 0)

@@ -115,10 +115,12 @@ def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences
     if states.config.method.causal_commit:
         is_prefill = np.zeros_like(is_prefill)
     origin = np.where(is_prefill, origin, ends)
-    stops = prefill_segments(origin, ends, states.requests.block_length.np[slots])
+    lengths = states.requests.block_length.np[slots]
+    stops = prefill_segments(origin, ends, lengths)
     if states.floating is not None:
         stops = states.floating.prefill_stops(slots, is_prefill, ends, stops)
-    return of_segments(first, np.maximum(stops, starts[:, None]), starts, spans)
+    stops = np.maximum(stops, starts[:, None])
+    return of_segments(first, stops, starts, spans)
 
 
 def sequences_per_canvas(config: DecodeConfig) -> int:

@@ -65,7 +65,8 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     That is canvases first, then prefills.
     """
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
-    lengths = states.requests.block_length.np[batch.idx_mapping_np[: batch.num_reqs]]
+    slots = batch.idx_mapping_np[: batch.num_reqs]
+    lengths = states.requests.block_length.np[slots]
     blocks = states.full_NS.shape[1]
     if states.config.method.full_attention:
         return _full_attention_sequences(batch, states, spans)
@@ -189,6 +190,8 @@ class AttentionSequences:
         if self.spans is not None:
             segments = (sequences.query_start_loc, sequences.seq_lens)
             return self.spans.build(batch, is_full, segments, groups)
+        if is_full:
+            num_tokens = batch.num_tokens_after_padding
         if self.cascade is not None and use_cascade:
             if self.states.floating is not None:
                 self.cascade.take_floating(batch, length, sequences.seq_lens)
@@ -196,7 +199,7 @@ class AttentionSequences:
             return self.cascade.build(batch, length, starts, groups)
         return build_attn_metadata(
             num_reqs=count,
-            num_tokens=batch.num_tokens_after_padding if is_full else num_tokens,
+            num_tokens=num_tokens,
             query_start_loc_gpu=sequences.query_start_loc,
             query_start_loc_cpu=sequences.query_start_loc_cpu,
             max_query_len=sequences.max_query_len,
@@ -237,7 +240,8 @@ class AttentionSequences:
         Blocks have one in full graphs. Floating canvases have one in any step without prompts in
         which all of them have one width: where they are many, such steps are too large for graphs.
         """
-        if not self.cascade_from or not (is_full or self.states.floating is not None):
+        floats = self.states.floating is not None
+        if not self.cascade_from or not (is_full or floats):
             return 0
         length, rest = divmod(batch.num_tokens, batch.num_reqs)
         spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
@@ -281,14 +285,16 @@ class AttentionSequences:
         )
         slots = batch.idx_mapping_np[:canvases]
         block_lengths = self.states.requests.block_length.np[slots]
-        layout = (length, padded, block_lengths.tobytes(), tuple(batch.req_ids))
+        names = tuple(batch.req_ids)
+        layout = (length, padded, block_lengths.tobytes(), names)
         if layout != self.layout:
             self._lay_out(length, block_lengths, padded)
             self.layout = layout
         if self.method.full_attention:
             self._find_unseen(batch)
         count = padded * self.sequences_per_request
-        keys_RS = self.seq_lens[: self.unseen_RS.numel()].view_as(self.unseen_RS)
+        keys_RS = self.seq_lens[: self.unseen_RS.numel()]
+        keys_RS = keys_RS.view_as(self.unseen_RS)
         torch.sub(batch.seq_lens[:canvases, None], self.unseen_RS, out=keys_RS)
         if self.ends_exactly:
             ends_R = self._text_ends(batch.idx_mapping[:canvases])

@@ -88,8 +88,8 @@ def allowed_experts(
     best_TE = torch.full_like(ranked_TE, float("-inf"))
     best_TE = best_TE.scatter_reduce(0, index_TE, ranked_TE, "amax")
     kept = best_TE.topk(capacity, dim=1).indices
-    kept_TE = torch.zeros_like(ranked_TE, dtype=torch.bool).scatter(1, kept, True)
-    return kept_TE[block_T]
+    none_TE = torch.zeros_like(ranked_TE, dtype=torch.bool)
+    return none_TE.scatter(1, kept, True)[block_T]
 
 
 def number_blocks(positions_T: torch.Tensor, length: int) -> torch.Tensor:
@@ -114,8 +114,11 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
 
     def mixtures(self) -> list[Any]:
         """Return the mixtures of experts among this stage's layers."""
-        layers = self.model.layers[self.model.start_layer : self.model.end_layer]
-        return [layer.mlp for layer in layers if isinstance(layer.mlp, BailingMoE)]
+        inner, found = self.model, []
+        for layer in inner.layers[inner.start_layer : inner.end_layer]:
+            if isinstance(layer.mlp, BailingMoE):
+                found.append(layer.mlp)
+        return found
 
     @classmethod
     def checkpoint_shapes(cls, config: Any) -> Shapes:
@@ -135,11 +138,12 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
                 f"{block}.attention.key_layernorm.weight": (head,),
                 f"{block}.attention.dense.weight": (width, heads * head),
             }
-            if layer in config.sparse_layers:
-                mlp = f"{block}.mlp"
-                found[f"{mlp}.gate.expert_bias"] = (config.num_experts,)
-                if shared:
-                    found |= shapes.gated_mlp(f"{mlp}.shared_experts", width, shared)
+            if layer not in config.sparse_layers:
+                continue
+            found[f"{block}.mlp.gate.expert_bias"] = (config.num_experts,)
+            if shared:
+                name = f"{block}.mlp.shared_experts"
+                found |= shapes.gated_mlp(name, width, shared)
         return found
 
 

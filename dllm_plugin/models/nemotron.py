@@ -5,7 +5,6 @@ An adapter may be applied to the draft rows of a forward only.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import (
@@ -47,7 +46,8 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
             )
         if path is not None:
             model_config = vllm_config.model_config
-            read_draft_adapter(path, model_config, cls.manifest(model_config).shapes)
+            needed = cls.manifest(model_config).shapes
+            read_draft_adapter(path, model_config, needed)
         return super().read_adapter(vllm_config)
 
     def load_weights(self, weights: Weights) -> set[str]:
@@ -75,7 +75,7 @@ class NemotronLabsDiffusionModel(DiffusionModel, MistralForCausalLM):
         like = self.model.layers[mine.start].input_layernorm.weight
         most = self.vllm_config.scheduler_config.max_num_batched_tokens
         # For the largest forward.
-        self.draft_rows = torch.zeros(most, 1, dtype=like.dtype, device=like.device)
+        self.draft_rows = like.new_zeros(most, 1)
         for number in mine:
             pair = adapter.pairs[f"encoder.layers.{number}.self_attn.{TARGET}"]
             attention = self.model.layers[number].self_attn

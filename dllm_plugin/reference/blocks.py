@@ -255,7 +255,8 @@ def sure_or_best(
     if len(sure) >= quota:
         return sure
     if quota < len(order):
-        text.close_choice(found[order[quota - 1]].score - found[order[quota]].score)
+        last, next_one = found[order[quota - 1]], found[order[quota]]
+        text.close_choice(last.score - next_one.score)
     return order[:quota]
 
 

@@ -59,7 +59,9 @@ def decode_self_speculation(text: Text) -> None:
         drafts = text.tokens[start + 1 :]
         rows = _causal_proposals(text, start)
         kept = 0
-        while kept < len(drafts) and drafts[kept] == rows[start + 1 + kept].token:
+        for place, draft in enumerate(drafts, start + 1):
+            if draft != rows[place].token:
+                break
             kept += 1
         del text.tokens[start + 1 :]
         for p in range(start + 1, start + 2 + kept):
@@ -89,7 +91,8 @@ def _write_first(text: Text) -> None:
 
 def _write_end_of_thinking(text: Text, start: int, end: int) -> None:
     """Write the token that ends thinking, if the block passes the budget without it."""
-    budget, token = text.rules.max_thinking_tokens, text.rules.end_think_token_id
+    budget = text.rules.max_thinking_tokens
+    token = text.rules.end_think_token_id
     if budget is None or token is None:
         return
     place = len(text.prompt) + budget
@@ -179,7 +182,8 @@ def decode_window(text: Text) -> None:
         text.append_masks(len(text.tokens) + filled)
         stop = len(text.tokens)
         masks = text.masked(base, stop)
-        logits = text.model.predictions(text.tokens, row_order(base, stop, masks))
+        rows = row_order(base, stop, masks)
+        logits = text.model.predictions(text.tokens, rows)
         found = propose(text, logits[masks], masks, step)
         is_final = text.final(base + filled) is not None
         if not is_final:
@@ -209,7 +213,8 @@ def choose(text: Text, logits: Tensor, masks: list[int]) -> list[int]:
     rules = text.rules
     scores = logits.log_softmax(-1)
     distance = torch.tensor(masks, device=logits.device) - masks[0]
-    entropies = -(scores.exp() * scores).sum(-1) + rules.position_penalty * distance
+    entropies = -(scores.exp() * scores).sum(-1)
+    entropies = entropies + rules.position_penalty * distance
     limit = rules.entropy_threshold
     text.close_choice(*(entropies - limit).tolist())
     sure = [p for p, is_sure in zip(masks, entropies < limit, strict=True) if is_sure]

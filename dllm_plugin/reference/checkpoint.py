@@ -73,8 +73,9 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        files = [folder / name for name in sorted(set(listed))]
+        listed = json.loads(index.read_text(encoding="utf-8"))
+        names = set(listed["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
@@ -89,14 +90,16 @@ def _under_qwens_names(
     if "query_key_value" not in name:
         yield name, tensor
         return
-    rows = [sizes.head * n for n in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
+    counts = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
+    rows = [sizes.head * count for count in counts]
     for part, piece in zip("qkv", tensor.split(rows), strict=True):
         yield name.replace("query_key_value", f"{part}_proj"), piece
 
 
 def _updates(adapter: Path) -> dict[str, Tensor]:
     """Return what a LoRA adapter in PEFT's layout adds, by names of the base checkpoint."""
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    text = (adapter / "adapter_config.json").read_text(encoding="utf-8")
+    config = json.loads(text)
     for name in ("use_rslora", "rank_pattern", "alpha_pattern"):
         if config.get(name):
             raise ValueError(

@@ -123,7 +123,8 @@ class Text:
         self.tokens = list(self.prompt)
         whole = min(self.max_tokens, self.rules.canvas_length)
         self.block_length = self.rules.block_length or whole
-        self.max_tokens = min(self.max_tokens, self.max_model_len - len(self.prompt))
+        room = self.max_model_len - len(self.prompt)
+        self.max_tokens = min(self.max_tokens, room)
         self.steps = self.rules.steps or self._default_steps()
         self.starts = self._block_starts()
 
@@ -216,7 +217,8 @@ class Text:
             next_rows: what a watcher sees of a causal forward, which decides later positions.
         """
         new = [[p, self.written[p]] for p in sorted(self.written)]
-        self.forwards.append(Forward(start, stop - start, keys, list(rows), new))
+        forward = Forward(start, stop - start, keys, list(rows), new)
+        self.forwards.append(forward)
         self.show(rows if next_rows is None else next_rows)
 
     def show(self, rows: Mapping[int, Proposal]) -> None:

@@ -18,7 +18,8 @@ def decode_widths(text: Text) -> None:
         text.append_masks(canvas + rules.canvas_length)
         width = rules.widths[min(len(text.forwards), len(rules.widths) - 1)]
         stop = min(canvas + width, text.max_model_len)
-        first = next(iter(text.masked(canvas, len(text.tokens))), len(text.tokens))
+        length = len(text.tokens)
+        first = next(iter(text.masked(canvas, length)), length)
         limit = _limit(text, first)
         run = min(first, stop)
         window = max(run, min(stop, limit))

@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         "reference_device": reference.device,
     }
     print(f"\n{compare.summary(verdicts)}")
-    print(compare.json_line(args.model or "bundled", side.config, machine, verdicts))
+    served = args.model or "bundled"
+    print(compare.json_line(served, side.config, machine, verdicts))
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
 
 
@@ -124,7 +125,8 @@ def _job(llm: LLM, config: DecodeConfig, text: str) -> Job:
     stops = _ends(model_config, tokenizer) | set(config.turn_end_token_ids)
     if config.hidden_token_id is not None:
         stops.add(config.hidden_token_id)
-    return Job(prompt, min(MAX_TOKENS, room), config, stops, model_config.max_model_len)
+    limit = model_config.max_model_len
+    return Job(prompt, min(MAX_TOKENS, room), config, stops, limit)
 
 
 def _ends(model_config: ModelConfig, tokenizer: Any) -> set[int]:
@@ -140,12 +142,14 @@ def _compare(
 ) -> Verdict:
     first, model = theirs.first, reference.model
     stop = min(second_opinion.first_stop(job), max(first.ids) + 1)
-    text = [first.ids[p] for p in range(stop)], second_opinion.blocks_of(job, stop)
+    blocks = second_opinion.blocks_of(job, stop)
+    text = [first.ids[p] for p in range(stop)], blocks
     ours = model.states(*text)
     exact = ours if dtype.itemsize == 4 else model.exact_states(*text)
     seen = (first.states, first.logits)
     compared = compare_first_forward(seen, ours, exact, stop, reference.is_mixture)
     end = len(job.prompt) + len(theirs.tokens)
-    watcher = Watcher(theirs.decided, end, job.config.mask_token_id, compared.rounding)
+    mask_id, moves = job.config.mask_token_id, compared.rounding
+    watcher = Watcher(theirs.decided, end, mask_id, moves)
     result = second_opinion.decode_job(model, job, watcher)
     return Verdict(theirs, result, compared, watcher.difference)

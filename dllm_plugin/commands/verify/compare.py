@@ -238,7 +238,8 @@ def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
         print(HEADER)
     forwards = f"{verdict.theirs.forwards}, {verdict.ours.forwards}"
     result = "same tokens" if verdict.same_tokens else "other tokens"
-    if verdict.same_tokens and verdict.theirs.forwards != verdict.ours.forwards:
+    same_path = verdict.theirs.forwards == verdict.ours.forwards
+    if verdict.same_tokens and not same_path:
         result += ", other forwards"
     print(
         f"{number:>6} {len(verdict.theirs.tokens):>6} {forwards:>11} "
@@ -251,7 +252,9 @@ def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
 
 
 def _note(text: str) -> None:
-    print(textwrap.fill(text, 96, initial_indent=" " * 9, subsequent_indent=" " * 9))
+    indent = " " * 9
+    filled = textwrap.fill(text, 96 - len(indent))
+    print(textwrap.indent(filled, indent))
 
 
 def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:

@@ -190,7 +190,8 @@ def decode(llm: LLM, name: str, job: Job) -> Decode:
     config, prompt, length = job.config, job.prompt, len(job.prompt)
     shift = int(config.family.logits_shift)
     span = range(max(length - COMPARED, 0), length + COMPARED)
-    call(llm, "watch_request", span, max(length - shift, 0), config.mask_token_id)
+    first_row = max(length - shift, 0)
+    call(llm, "watch_request", span, first_row, config.mask_token_id)
     named = None
     if config.draft_rows:
         # Drafts of a length that is asked for do not depend on load.

@@ -128,7 +128,8 @@ def blocks_of(job: Job, length: int) -> list[int]:
     origin = config.origin(start, size)
     if config.family.absolute_grid:
         return [p // size for p in range(length)]
-    return [0] * origin + [1 + (p - origin) // size for p in range(origin, length)]
+    after = [1 + i // size for i in range(length - origin)]
+    return [0] * origin + after
 
 
 def first_stop(job: Job) -> int:

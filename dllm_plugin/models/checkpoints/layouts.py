@@ -51,14 +51,14 @@ class Packing:
         if method == "compressed-tensors":
             return _compressed(config)
         packed = method in ("gptq", "awq")
+        bits = config.get("bits") or config.get("w_bit")
+        group = config.get("group_size") or config.get("q_group_size")
         blocks = config.get("weight_block_size")
         return cls(
             method,
             "qweight" if packed else "weight",
-            frozenset({int(config.get("bits") or config.get("w_bit") or 4)}),
-            frozenset(
-                {int(config.get("group_size") or config.get("q_group_size") or ALL)}
-            ),
+            frozenset({int(bits or 4)}),
+            frozenset({int(group or ALL)}),
             frozenset({(blocks[0], blocks[1])} if blocks else ()),
             inputs=config.get("activation_scheme") == "static",
             ordered=bool(config.get("desc_act")),

@@ -86,7 +86,8 @@ def adapter_folder(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+        files = [CONFIG_FILE, WEIGHTS_FILE]
+        return Path(snapshot_download(path, allow_patterns=files))
     # OSError: every network and cache failure.
     except (HFValidationError, OSError) as error:
         raise ValueError(
@@ -208,17 +209,18 @@ def check_adapter(vllm_config: VllmConfig, path: str | None) -> None:
     """
     if path is None:
         return
-    load_format, reason = vllm_config.load_config.load_format, ""
+    model_config, reason = vllm_config.model_config, ""
+    load_format = vllm_config.load_config.load_format
     if load_format in FORMATS_WITHOUT_MERGE:
         reason = f"load_format={load_format!r} reads ready-made parameters"
-    if vllm_config.model_config.model_arch_config.quantization_config is not None:
+    if model_config.model_arch_config.quantization_config is not None:
         reason = "the checkpoint is already quantised"
     if reason:
         raise ValueError(
             f"Cannot merge lora_path '{path}': {reason}; serve the unquantised base model "
             "from its original safetensors files."
         )
-    read_adapter(path, vllm_config.model_config)
+    read_adapter(path, model_config)
 
 
 def read_adapter(
@@ -230,7 +232,8 @@ def read_adapter(
     """
     adapter = load_adapter(adapter_folder(path))
     config = model_config.hf_config
-    check_base(adapter, (model_config.model, config._name_or_path, config.source_name))
+    names = (model_config.model, config._name_or_path, config.source_name)
+    check_base(adapter, names)
     if shapes is not None:
         check_coverage(adapter, shapes)
     return adapter

@@ -57,7 +57,8 @@ def attention(name: str, config: Any, bias: bool, qk_norm: bool) -> Shapes:
         if bias:
             shapes[f"{name}.{letter}_proj.bias"] = (outputs,)
     if qk_norm:
-        shapes |= {f"{name}.q_norm.weight": (head,), f"{name}.k_norm.weight": (head,)}
+        for letter in "qk":
+            shapes[f"{name}.{letter}_norm.weight"] = (head,)
     return shapes
 
 

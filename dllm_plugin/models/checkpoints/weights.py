@@ -34,7 +34,8 @@ class Manifest:
 
     shapes: Shapes  # every needed tensor and its full shape
     optional: frozenset[str] = frozenset()  # may be absent
-    packing: layouts.Packing | None = None  # of tensors that are stored quantised
+    # Of tensors that are stored quantised.
+    packing: layouts.Packing | None = None
     source: str = "checkpoint"  # what errors call the source of the tensors
 
     @property
@@ -114,7 +115,9 @@ class CheckedWeights:
                 missing.append(name)
         source = self.manifest.source
         if missing:
-            others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            others = ""
+            if len(missing) > 1:
+                others = f" (and {len(missing) - 1} more)"
             raise ValueError(f"The {source} has no weight '{missing[0]}'{others}.")
         for module, tensors in self.stored.items():
             self._check_stored(module, tensors)
