@@ -1,5 +1,6 @@
 """Refuse bodies that vLLM's own checks answer with an internal error: ASGI middleware."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -16,15 +17,22 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_plugin.config.request.checks import check_characters, leaves_of
+from dllm_plugin.config.request.structured_outputs import (
+    OF_COMPILERS,
+    check_expressions,
+    refusal_of,
+)
 from dllm_plugin.config.validation import shown
 
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 OBJECTS = ("structured_outputs", "stream_options")
 REFUSAL = "refusal"
-# vLLM asks a backend that cannot serve a canvas about schemas with this keyword.
-PATTERNS = b'"patternProperties"'
+GRAMMARS = re.compile(rb'"(?:structured_outputs|response_format|text|tool_choice)"')
+# vLLM asks a backend that cannot serve a canvas about schemas with `patternProperties`.
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
+# Of parameters and a backend; empty for that of the server.
+Verifier = Callable[[SamplingParams, str], None]
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
@@ -50,8 +58,8 @@ class BodyChecks:
         body = b"".join(message.get("body", b"") for message in messages)
         try:
             check_body(body)
-            if PATTERNS in body:
-                check_schemas(json.loads(body), _verifier(scope["app"].state))
+            if GRAMMARS.search(body):
+                check_grammars(body, _verifier(scope["app"].state))
         except ValueError as error:
             reply = create_error_response(
                 str(error), "BadRequestError", HTTPStatus.BAD_REQUEST
@@ -149,28 +157,47 @@ def _check_tools(tools: Any) -> None:
             raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
 
 
-def check_schemas(fields: Any, verify: Callable[[SamplingParams], None]) -> None:
-    """Raise ValueError for a JSON schema that `verify` refuses for a backend not served.
+def check_grammars(body: bytes, verify: Verifier) -> None:
+    """Raise ValueError for a grammar that no backend of vLLM's compiles, in our words.
 
     Args:
-        fields: the body; what is no schema is left to its route.
-        verify: vLLM's check of parameters; raises VLLMValidationError.
+        verify: vLLM's check of parameters by a backend; raises VLLMValidationError.
     """
-    for schema in _schemas(fields):
-        asked = StructuredOutputsParams(json=schema)
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return  # the route refuses it with the place of the error
+    for kind, spec in _grammars(fields):
+        asked = StructuredOutputsParams(**{kind: spec})
         try:
-            verify(SamplingParams(structured_outputs=asked))
+            verify(SamplingParams(structured_outputs=asked), "")
         except VLLMValidationError as error:
-            if str(error).startswith(OF_THAT_BACKEND):
-                raise ValueError(
-                    "A JSON schema of this request has patternProperties beside keywords "
-                    "that xgrammar does not read: write it without one of them, or start with "
-                    "--structured-outputs-config.backend guidance."
-                ) from error
+            if OF_COMPILERS.match(str(error)):
+                check_expressions(asked)
+                if str(error).startswith(OF_THAT_BACKEND):
+                    raise ValueError(_unlike_patterns(asked, verify)) from error
+                raise ValueError(refusal_of(kind, error)) from error
 
 
-def _schemas(fields: Any) -> Iterator[dict[str, Any]]:
-    """Yield the JSON schemas that hold a reply."""
+def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
+    """Return the sentence for a schema with patterns of names that xgrammar does not read."""
+    asked._backend = None
+    try:
+        verify(SamplingParams(structured_outputs=asked), "guidance")
+    except VLLMValidationError as error:
+        return refusal_of("json", error)
+    return (
+        "A JSON schema of this request has patternProperties beside keywords that xgrammar does "
+        "not read: write it without one of them, or start with "
+        "--structured-outputs-config.backend guidance."
+    )
+
+
+def _grammars(fields: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the kind and the text of grammars that hold a reply."""
+    for kind in ("regex", "grammar"):
+        if isinstance(spec := _at(fields, "structured_outputs", kind), str):
+            yield kind, spec
     found = [
         _at(fields, "response_format", "json_schema", "schema"),
         _at(fields, "structured_outputs", "json"),
@@ -183,7 +210,7 @@ def _schemas(fields: Any) -> Iterator[dict[str, Any]]:
             found += [_at(tool, "parameters"), _at(tool, "input_schema")]
     for schema in found:
         if isinstance(schema, dict):
-            yield schema
+            yield "json", schema
 
 
 def _at(value: Any, *names: str) -> Any:
@@ -193,16 +220,18 @@ def _at(value: Any, *names: str) -> Any:
     return value
 
 
-def _verifier(state: State) -> Callable[[SamplingParams], None]:
+def _verifier(state: State) -> Verifier:
     """Return vLLM's check of parameters for the served model."""
     ours = state.diffuplug
     if ours is None:
-        return lambda _: None
+        return lambda *_: None
     config = ours.engine.vllm_config
     tokenizer = state.openai_serving_completion.renderer.get_tokenizer()
-    settings = config.structured_outputs_config
 
-    def verify(params: SamplingParams) -> None:
+    def verify(params: SamplingParams, backend: str) -> None:
+        settings = config.structured_outputs_config
+        if backend:
+            settings = dataclasses.replace(settings, backend=backend)
         params.verify(config.model_config, None, settings, tokenizer)
 
     return verify

@@ -6,37 +6,37 @@ operators such as ``&&`` in classes. Written out, classes are ranges of code poi
 """
 
 import re
-import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
+
+import regex
 
 # First and last code points, ascending and apart.
 Ranges = list[tuple[int, int]]
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # no characters
-# From here on Unicode has ideographs and tags, no digits or white space.
-DIGITLESS = 0x20000
 SURE = {  # what \w, \d and \s are to all compilers
     "w": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "d": [(48, 57)],
     "s": [(9, 13), (32, 32)],
 }
 CONTROLS = {"a": 7, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
-LEFT = "bBk123456789"  # escapes that compilers refuse
+# Escapes that no automaton follows.
+ASSERTIONS = "bB"
+REFERENCES = "k123456789"
 # Characters of classes: more keep compilers busy.
 MOST_ADDED = 100_000
 SHOWN = 80  # characters of an expression in a message
 REPEATS = ("*", "+", "?", "{")
 PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
 FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
-OPENS = re.compile(r"\((?:\?(?:P?<[^>=!()]*>|:|[=!>]|<[=!]))?")
+IGNORE_CASE = ("(?i)", "(?i:")
+OPENS = re.compile(r"\((?:\?(?:P?<\w+>|:))?")
+BESIDE = re.compile(r"\(\?<?[=!]")
 QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(?:(,)(\d*))?\}")
-# Unicode's categories of characters, but those of surrogates and of unassigned ones.
-CATEGORY = re.compile(
-    r"\{(L[ulmot]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?|C[cfo])\}|([LMNPSZ])"
-)
+PROPERTY = re.compile(r"\\[pP](?:\{(\^?)([\w ]+(?:[=:][\w ]+)?)\}|([LMNPSZC]))")
 HALF = re.compile("[\ud800-\udfff]")
 HEX = "[0-9a-fA-F]"
 NUMBERS = {
@@ -50,22 +50,25 @@ class Token(NamedTuple):
 
     kind    ``( ) | ^ $``, ``*`` for all that repeats, ``?`` for lazy repeats; else empty
     ranges  characters of a class or an escape
+    least, most  how often what stands before it comes; None: any number
     """
 
     kind: str
     text: str
     ranges: tuple[tuple[int, int], ...] = ()
+    least: int = 1
+    most: int | None = 1
 
 
 class LeftWhole(Exception):
-    """Report an expression left to the compiler that knows it: flags, scripts of Unicode."""
+    """Report an expression left to the compiler that knows it: flags, very long classes."""
 
 
 def written_out(pattern: str) -> str:
     """Return an expression that fits what `pattern` fits in Python, or some of it; never more.
 
-    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags or
-    names scripts of Unicode stays as it is. Raises ValueError for what compilers would misread.
+    ``\\w``, ``\\d`` and ``\\s`` are those of ASCII, and so is ``\\W``; what has flags stays as
+    it is. Raises ValueError for what compilers would misread.
     """
     if HALF.search(pattern):
         raise ValueError("has half of a surrogate pair, which is no character")
@@ -73,13 +76,27 @@ def written_out(pattern: str) -> str:
         tokens = read_tokens(pattern)
     except LeftWhole:
         return pattern
+    if any(token.text in IGNORE_CASE for token in tokens):
+        return pattern
     _check_anchors(tokens, "^", "(", ")", "begins")
     _check_anchors(tokens[::-1], "$", ")", "(", "ends")
     return "".join(token.text for token in tokens if token.kind not in ("^", "$"))
 
 
-def read_tokens(pattern: str) -> list[Token]:
-    """Split an expression into tokens. Raises ValueError or LeftWhole."""
+def written_anywhere(pattern: str) -> str:
+    """Return an expression of a JSON schema as all compilers read it, with its anchors."""
+    try:
+        return "".join(token.text for token in read_tokens(pattern))
+    except (LeftWhole, ValueError):
+        return pattern
+
+
+def read_tokens(pattern: str, most: int = MOST_ADDED) -> list[Token]:
+    """Split an expression into tokens. Raises ValueError or LeftWhole.
+
+    Args:
+        most: characters that classes may add when they are written out.
+    """
     tokens: list[Token] = []
     at = length = 0
     before = ""
@@ -87,11 +104,11 @@ def read_tokens(pattern: str) -> list[Token]:
         token, at = _token(pattern, at, before)
         tokens.append(token)
         before, length = token.kind, length + len(token.text)
-        if length > len(pattern) + MOST_ADDED:
+        if length > len(pattern) + most:
             if "\\p" in pattern or "\\P" in pattern:
                 raise LeftWhole
             raise ValueError(
-                f"has classes that take more than {MOST_ADDED} characters when they are written out"
+                f"has classes that take more than {most} characters when they are written out"
             )
     return tokens
 
@@ -114,18 +131,27 @@ def _token(pattern: str, at: int, before: str) -> tuple[Token, int]:
     letter = pattern[at + 1 : at + 2]
     if letter in ("A", "Z", "z"):
         return Token("^" if letter == "A" else "$", pattern[at : at + 2]), at + 2
-    if letter and letter in LEFT:
-        return Token("", pattern[at : at + 2]), at + 2
+    if letter and letter in ASSERTIONS:
+        raise ValueError(f"has {sign + letter!r}, which looks at the text around it")
+    if letter and letter in REFERENCES:
+        raise ValueError(f"has {sign + letter!r}, which repeats the text of a group")
     (narrow, _), end = _escape(pattern, at)
     return _of_ranges(narrow), end
 
 
 def _group(pattern: str, at: int) -> tuple[Token, int]:
     """Read what opens a group."""
-    if FLAGS.match(pattern, at):
-        raise LeftWhole
+    if found := BESIDE.match(pattern, at):
+        raise ValueError(f"has {found[0]!r}, which looks at the text around it")
+    if flags := FLAGS.match(pattern, at):
+        if flags[0] not in IGNORE_CASE or (at and flags[0].endswith(")")):
+            raise LeftWhole
+        return Token("(" if flags[0].endswith(":") else "", flags[0]), flags.end()
     found = OPENS.match(pattern, at)
     assert found is not None
+    if pattern.startswith("?", found.end()):
+        shown = pattern[at : at + 3]
+        raise ValueError(f"has {shown!r}, which compilers do not read alike")
     return Token("(", found[0]), found.end()
 
 
@@ -136,8 +162,17 @@ def _quantifier(pattern: str, at: int, before: str) -> tuple[Token, int]:
         return _of_ranges([(ord("{"), ord("{"))]), at + 1
     if before == "?" or (before == "*" and found[0] != "?"):
         raise ValueError(f"has {found[0][:SHOWN]!r} behind another repeat")
-    text = f"{{{found[1] or 0},{found[3]}}}" if found[2] else found[0]
-    return Token("?" if before == "*" else "*", text), found.end()
+    if before == "*":
+        return Token("?", found[0]), found.end()
+    text = found[0]
+    least = int(text == "+")
+    most = 1 if text == "?" else None
+    if text.startswith("{"):
+        least = int(found[1] or 0)
+        most = int(found[3]) if found[3] else None
+        most = most if found[2] else least
+        text = f"{{{found[1] or 0},{found[3]}}}" if found[2] else text
+    return Token("*", text, (), least, most), found.end()
 
 
 def _class(pattern: str, at: int) -> tuple[Token, int]:
@@ -168,7 +203,7 @@ def _class(pattern: str, at: int) -> tuple[Token, int]:
     if any({letter, letter.upper()} <= letters for letter in SURE):
         # With its opposite, a shorthand leaves nothing out.
         narrow = wide = [(0, LAST)]
-    token = _of_ranges(other_characters(wide) if negated else _joined(narrow))
+    token = _of_ranges(other_characters(wide) if negated else joined(narrow))
     if not token.ranges:
         shown = pattern[start : at + 1][:SHOWN]
         raise ValueError(f"has {shown!r}, which no character fits")
@@ -189,11 +224,12 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
     """Read an escape; return what it may be, what it might be, and where the next token starts."""
     letter, end = pattern[at + 1 : at + 2], at + 2
     if letter in ("p", "P"):
-        named = CATEGORY.match(pattern, end)
+        named = PROPERTY.match(pattern, at)
         if named is None:
-            raise LeftWhole
-        found = _category(named[1] or named[2])
-        found = found if letter == "p" else other_characters(found)
+            raise ValueError(f"has {pattern[at:end]!r} without a property's name")
+        found = _property(named[2] or named[3])
+        if (letter == "P") != bool(named[1]):
+            found = other_characters(found)
         return (found, found), named.end()
     if letter.lower() in SURE:
         return _shorthand(letter), end
@@ -256,36 +292,28 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     sure = SURE[low]
     # Hundreds of ranges in Python, so all that is not ASCII may be one or not.
     if low == "w":
-        maybe = _joined([*sure, (0x80, LAST)])
+        maybe = joined([*sure, (0x80, LAST)])
     else:
-        characters = "".join(map(chr, range(DIGITLESS)))
-        maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", characters)]
+        maybe = [(m.start(), m.end() - 1) for m in re.finditer(rf"\{low}+", _unicode())]
     if letter == low:
         return sure, maybe
     return other_characters(maybe), other_characters(sure)
 
 
 @cache
-def _category(name: str) -> Ranges:
-    """Return the characters of a category of Unicode, such as ``L`` or ``Lu``."""
-    parts: Ranges = []
-    for category, ranges in _categories().items():
-        if category.startswith(name):
-            parts += ranges
-    return _joined(parts)
+def _property(name: str) -> Ranges:
+    """Return the characters with a property of Unicode, such as ``Lu`` or ``Greek``."""
+    try:
+        found = regex.finditer(rf"\p{{{name}}}+", _unicode())
+    except regex.error as error:
+        raise ValueError(f"has {name!r}, which is no property of Unicode") from error
+    return [(m.start(), m.end() - 1) for m in found]
 
 
 @cache
-def _categories() -> dict[str, Ranges]:
-    """Return the characters of all categories of two letters, by one pass over Unicode."""
-    found: dict[str, Ranges] = {}
-    for code in range(LAST + 1):
-        ranges = found.setdefault(unicodedata.category(chr(code)), [])
-        if ranges and ranges[-1][1] == code - 1:
-            ranges[-1] = (ranges[-1][0], code)
-        else:
-            ranges.append((code, code))
-    return found
+def _unicode() -> str:
+    """Return all code points."""
+    return "".join(map(chr, range(LAST + 1)))
 
 
 def _of_ranges(ranges: Ranges) -> Token:
@@ -298,7 +326,7 @@ def _of_ranges(ranges: Ranges) -> Token:
     return Token("", _spelled(parts), tuple(parts))
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the union of ranges."""
     joined: Ranges = []
     for low, high in sorted(ranges):
@@ -312,11 +340,28 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
 def other_characters(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return all code points that are not in ranges."""
     rest, low = [], 0
-    for first, last in _joined(ranges):
+    for first, last in joined(ranges):
         if low < first:
             rest.append((low, first - 1))
         low = last + 1
     return [*rest, (low, LAST)] if low <= LAST else rest
+
+
+def common_characters(
+    some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
+) -> Ranges:
+    """Return the code points that are in both of two ascending lists of ranges."""
+    common: Ranges = []
+    i = j = 0
+    while i < len(some) and j < len(others):
+        low, high = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if low <= high:
+            common.append((low, high))
+        if some[i][1] == high:
+            i += 1
+        else:
+            j += 1
+    return common
 
 
 def _spelled(parts: Ranges) -> str:

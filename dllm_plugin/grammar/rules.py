@@ -1,27 +1,29 @@
 """Read a grammar into a network of rules, from the rules that xgrammar makes of it.
 
 xgrammar reads JSON schemas, EBNF, Lark and regular expressions, and serialises all of them as one
-list of integers. The rules of an expression are written out without calls, within strings of JSON
-also with escapes, anchors and lengths.
+list of integers. Expressions are read here, within strings of JSON with escapes, anchors and
+lengths.
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dllm_plugin.grammar.networks import (
     FINAL,
-    NO_RULE,
     Edge,
     Network,
     Part,
     Unreadable,
 )
 from dllm_plugin.grammar.patterns import (
+    IGNORE_CASE,
     LAST,
     LeftWhole,
     Ranges,
+    Token,
+    common_characters,
+    joined,
     other_characters,
     read_tokens,
 )
@@ -36,14 +38,12 @@ MOST_PATTERNS = 0x1900
 FORMAT = "v16"
 TEXT, CLASS, CLASS_STAR, EMPTY, CALL, SEQUENCE, CHOICES = range(7)
 REPEAT, EXPRESSION = 8, 12
-IGNORE_CASE = "(?i)"  # the only flag that is read
 # Nodes of a pattern with the characters before them counted.
 MAX_COUNTED = 20_000
-NAMED = re.compile(r"\(\?P?<\w+>")
-ANY_TEXT = r"[\u{0}-\u{10ffff}]*"
-# Code points that no character has, for the begin and the end of the text of a pattern.
-MARKS = {"^": "\U0010fffe", "$": "\U0010ffff"}
-MARK_BEGIN, MARK_END = (((ord(mark), ord(mark)),) for mark in MARKS.values())
+MOST_CHARACTERS = 2_000_000  # of all classes of an expression, as they are written out
+# Ranges without characters, for the begin and the end of the text of a pattern.
+MARKS: dict[str, Ranges] = {"^": [(-2, -2)], "$": [(-1, -1)]}
+MARKED = tuple(tuple(ranges) for ranges in MARKS.values())
 # Characters that strings of JSON escape by a letter.
 ESCAPED = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 # Characters that JSON does not escape.
@@ -52,9 +52,9 @@ BACKSLASH = ((92, 92),)
 
 
 class Pattern(NamedTuple):
-    """Store what a JSON schema asks of a string: `pattern`, `minLength` and `maxLength`."""
+    """Store what a JSON schema asks of a string: patterns, `minLength` and `maxLength`."""
 
-    text: str
+    texts: tuple[str, ...]
     least: int = 0
     most: int | None = None
 
@@ -145,66 +145,137 @@ class _Reader:
         return self.network.characters([(code, code)])
 
 
-def _marked(pattern: str) -> str:
-    """Return an expression as xgrammar reads it, with characters in place of anchors."""
-    try:
-        tokens = read_tokens(pattern.removeprefix(IGNORE_CASE))
-    except (LeftWhole, ValueError) as error:
-        raise Unreadable("an expression that is left to compilers") from error
-    text = ""
-    for token in tokens:
-        is_named = token.kind == "(" and NAMED.match(token.text)
-        text += "(" if is_named else MARKS.get(token.kind, token.text)
-    return text
-
-
 def read_expression(network: Network, pattern: str) -> Part:
     """Return the part that reads the texts of an expression. Raises Unreadable."""
-    return _Expression(network, _marked(pattern), pattern, False).part(0, None)
+    return _Product(network, [_parse(pattern)], False).part(0, None)
 
 
 def read_pattern(network: Network, pattern: Pattern) -> Part:
-    """Return the part that reads the inside of strings of JSON which hold a pattern anywhere.
+    """Return the part that reads the inside of strings of JSON which hold each text anywhere.
 
     Raises:
-        Unreadable: the pattern has categories of Unicode, or looks around.
+        Unreadable: an expression looks around, or has flags that are not read here.
     """
-    text = f"{ANY_TEXT}(?:{_marked(pattern.text)}){ANY_TEXT}"
-    expression = _Expression(network, text, pattern.text, True)
+    product = _Product(network, [_parse(text, True) for text in pattern.texts], True)
     before = len(network.edges_N)
-    part = expression.part(0, None)
+    part = product.part(0, None)
     size = len(network.edges_N) - before
     least, most = pattern.least, pattern.most
     # Without its lengths a pattern is still worth a try: backends verify every closing.
     if (least or most is not None) and size * max(least, most or 0) <= MAX_COUNTED:
-        part = expression.part(least, most)
+        part = product.part(least, most)
     return part
 
 
+class _Whole(NamedTuple):
+    """Store an expression in a network of its own, in which no rule is called."""
+
+    network: Network
+    start: int
+    end: int
+
+
+def _parse(pattern: str, anywhere: bool = False) -> _Whole:
+    """Return the network of an expression; `anywhere`: with any text around it."""
+    try:
+        tokens = read_tokens(pattern, MOST_CHARACTERS)
+    except (LeftWhole, ValueError) as error:
+        raise Unreadable("an expression that is left to compilers") from error
+    network = Network()
+    parser = _Parser(network, tokens)
+    part = parser.choice()
+    if parser.at < len(tokens):
+        raise Unreadable("a group that is closed, and not open")
+    if anywhere:
+        before, after = _any_text(network), _any_text(network)
+        part = network.sequence([before, part, after])
+    end = network.add_node()
+    network.skip(part.end, end)
+    return _Whole(network, part.start, end)
+
+
+def _any_text(network: Network) -> Part:
+    return network.repeat(network.characters([(0, LAST)]), 0, None)
+
+
+class _Parser:
+    """Parse the tokens of an expression into the parts of a network."""
+
+    def __init__(self, network: Network, tokens: list[Token]) -> None:
+        self.network = network
+        self.tokens = tokens
+        self.at = 0
+        self.ignores_case = False
+
+    def choice(self) -> Part:
+        """Return the part that reads one of some alternatives."""
+        parts = [self._sequence()]
+        while self._kind() == "|":
+            self.at += 1
+            parts.append(self._sequence())
+        return self.network.either(parts)
+
+    def _kind(self) -> str:
+        """Return the kind of the next token; that of a closing parenthesis after the last."""
+        return self.tokens[self.at].kind if self.at < len(self.tokens) else ")"
+
+    def _sequence(self) -> Part:
+        parts: list[Part] = []
+        while self._kind() not in ("|", ")"):
+            token = self.tokens[self.at]
+            self.at += 1
+            if token.kind == "*":
+                if not parts or token.least > (token.most or token.least):
+                    raise Unreadable("a repeat of nothing, or of no number")
+                part = self.network.repeat(parts.pop(), token.least, token.most)
+                parts.append(part)
+            elif token.kind == "(":
+                parts.append(self._group(token))
+            elif token.kind in MARKS:
+                parts.append(self.network.characters(MARKS[token.kind]))
+            elif token.kind != "?":
+                parts += self._characters(token)
+        return self.network.sequence(parts)
+
+    def _group(self, token: Token) -> Part:
+        ignored_case = self.ignores_case
+        self.ignores_case |= token.text in IGNORE_CASE
+        part = self.choice()
+        if self.at == len(self.tokens):
+            raise Unreadable("a group that is never closed")
+        self.at += 1
+        self.ignores_case = ignored_case
+        return part
+
+    def _characters(self, token: Token) -> list[Part]:
+        if token.text in IGNORE_CASE:
+            self.ignores_case = True
+            return []
+        classes = [list(token.ranges)]
+        if not token.ranges:
+            classes = [[(ord(sign), ord(sign))] for sign in token.text]
+        if self.ignores_case:
+            classes = [_both_cases(ranges) for ranges in classes]
+        return [self.network.characters(ranges) for ranges in classes]
+
+
 class _State(NamedTuple):
-    """Name a node with the nodes after its open calls, and what was read so far.
+    """Name a node of each expression, and what was read so far.
 
     length  characters, counted to a limit of at least 1
+    ended   nothing may follow, for an expression has met its end of the text
     """
 
-    node: int
-    after_calls: tuple[int, ...] = ()
+    nodes: tuple[int, ...]
     length: int = 0
-    has_ended: bool = False
+    ended: bool = False
 
 
-class _Expression:
-    """Write the rules that xgrammar makes of an expression out, as parts without calls."""
+class _Product:
+    """Write expressions that fit the same text as one part of a network."""
 
-    def __init__(
-        self, network: Network, text: str, pattern: str, in_json: bool
-    ) -> None:
-        from xgrammar import Grammar  # slow: only if a request needs it
-
-        self.network, self.in_json = network, in_json
-        self.ignores_case = pattern.startswith(IGNORE_CASE)
-        reader = _Reader(Grammar.from_regex(text), ())
-        self.root, self.rules = reader.root, reader.network
+    def __init__(self, network: Network, wholes: list[_Whole], in_json: bool) -> None:
+        self.network, self.wholes, self.in_json = network, wholes, in_json
 
     def part(self, least: int, most: int | None) -> Part:
         """Return the part without anchors, whose texts have `least` to `most` characters."""
@@ -218,10 +289,11 @@ class _Expression:
                 queue.append(state)
             return names[state]
 
-        start, end = to(_State(self.root.start)), network.add_node()
+        ends = tuple(whole.end for whole in self.wholes)
+        start = to(_State(tuple(whole.start for whole in self.wholes)))
+        end = network.add_node()
         for state in queue:
-            has_ended = self.rules.is_end_N[state.node] and not state.after_calls
-            if has_ended and state.length >= least:
+            if state.nodes == ends and state.length >= least:
                 network.skip(names[state], end)
             for after, ranges in self._steps(state):
                 if most is None or after.length <= most:
@@ -233,28 +305,23 @@ class _Expression:
 
     def _steps(self, state: _State) -> Iterator[tuple[_State, Ranges]]:
         """Yield the states after a state, and what is read on the way."""
-        if self.rules.is_end_N[state.node] and state.after_calls:
-            *calls, node = state.after_calls
-            yield state._replace(node=node, after_calls=tuple(calls)), []
-        for edge in self.rules.edges_N[state.node]:
-            after = state._replace(node=edge.to)
-            if edge.rule != NO_RULE:
-                # A call that ends its rule returns to where that rule returns.
-                calls = [] if self.rules.leads_to_end(edge.to) else [edge.to]
-                after_calls = (*state.after_calls, *calls)
-                yield state._replace(node=edge.rule, after_calls=after_calls), []
-            elif edge.ranges == MARK_END:
-                yield after._replace(has_ended=True), []
-            elif edge.ranges == MARK_BEGIN:
-                if not state.length:
-                    yield after, []
-            elif not edge.ranges:
-                yield after, []
-            elif not state.has_ended:
-                ranges = list(edge.ranges)
-                if self.ignores_case:
-                    ranges = _both_cases(ranges)
-                yield after._replace(length=state.length + 1), ranges
+        reading: list[tuple[tuple[int, ...], Ranges]] = [((), [(0, LAST)])]
+        for i, (whole, node) in enumerate(zip(self.wholes, state.nodes, strict=True)):
+            both: list[tuple[tuple[int, ...], Ranges]] = []
+            for edge in whole.network.edges_N[node]:
+                if not edge.ranges or edge.ranges in MARKED:
+                    nodes = (*state.nodes[:i], edge.to, *state.nodes[i + 1 :])
+                    ended = state.ended or edge.ranges == MARKED[1]
+                    if edge.ranges != MARKED[0] or not state.length:
+                        yield state._replace(nodes=nodes, ended=ended), []
+                    continue
+                for others, ranges in reading:
+                    if common := common_characters(ranges, edge.ranges):
+                        both.append(((*others, edge.to), common))
+            reading = both
+        if not state.ended:
+            for nodes, ranges in reading:
+                yield _State(nodes, state.length + 1), ranges
 
     def _connect(self, source: int, to: int, ranges: Ranges) -> None:
         """Add edges for a character, which strings of JSON may escape by a letter."""
@@ -262,15 +329,11 @@ class _Expression:
         if not self.in_json or not ranges:
             edges_N[source].append(Edge(to, tuple(ranges)))
             return
-        plain: Ranges = []
+        plain = common_characters(ranges, PLAIN)
         letters: Ranges = []
-        for low, high in ranges:
-            for first, last in PLAIN:
-                if max(low, first) <= min(high, last):
-                    plain.append((max(low, first), min(high, last)))
-            for code, letter in ESCAPED.items():
-                if low <= code <= high:
-                    letters.append((ord(letter), ord(letter)))
+        for code, letter in ESCAPED.items():
+            if common_characters(ranges, [(code, code)]):
+                letters.append((ord(letter), ord(letter)))
         if plain:
             edges_N[source].append(Edge(to, tuple(plain)))
         if letters:
@@ -282,8 +345,7 @@ class _Expression:
 def _both_cases(ranges: Ranges) -> Ranges:
     """Add the other case of the letters of ASCII."""
     both = list(ranges)
-    for low, high in ranges:
-        for first, last, shift in ((65, 90, 32), (97, 122, -32)):
-            if max(low, first) <= min(high, last):
-                both.append((max(low, first) + shift, min(high, last) + shift))
-    return both
+    for letters, shift in (((65, 90), 32), ((97, 122), -32)):
+        for low, high in common_characters(ranges, [letters]):
+            both.append((low + shift, high + shift))
+    return joined(both)

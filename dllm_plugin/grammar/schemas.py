@@ -85,6 +85,15 @@ def most_values(schema: Any) -> int:
     return most
 
 
+def patterns_of(schema: Any) -> Iterator[str]:
+    """Yield the regular expressions of a schema."""
+    for one in _every(schema):
+        if isinstance(text := one.get("pattern"), str):
+            yield text
+        named = one.get("patternProperties")
+        yield from named if isinstance(named, dict) else ()
+
+
 def has_rough_format(schema: Any) -> bool:
     """Return whether xgrammar reads a format of a schema less strictly than guidance."""
     for one in _every(schema):

@@ -151,13 +151,13 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
                 "patternProperties": {"^b": {"type": "array", "uniqueItems": True}},
             }
         },
-        'neither xgrammar nor guidance reads (Grammar error: Unimplemented keys: ["uni',
+        'json has the keywords "uniqueItems": no backend of this server reads',
     ),
     ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
     (
         {"json": {"type": "integer", "not": {"const": 1}}},
-        "json has 'not', which xgrammar",
+        'json has the keywords "not": no backend',
     ),
     (
         {"json": {"oneOf": [{"type": "null"}, {"const": None}]}},

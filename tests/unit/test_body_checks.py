@@ -4,11 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 from vllm.v1.structured_output.backend_outlines import (
     validate_structured_output_request_outlines,
 )
 
-from dllm_plugin.api.body_checks import check_body, check_schemas
+from dllm_plugin.api.body_checks import check_body, check_grammars
 
 MESSAGE = {"type": "message", "role": "assistant"}
 CHOSEN = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
@@ -86,8 +88,8 @@ def test_brackets_in_texts_do_not_count() -> None:
 
 FAR = {
     "type": "object",
-    "properties": {"a": {"$ref": "https://example.com/a.json"}},
     "patternProperties": {"^b": {"type": "integer"}},
+    "additionalProperties": False,
 }
 WITH_SCHEMAS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": FAR}}},
@@ -99,10 +101,20 @@ WITH_SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
+def verify(params: SamplingParams, backend: str) -> None:
+    """Do as vLLM does, whose choice among backends needs an engine."""
+    asked = params.structured_outputs
+    assert asked is not None
+    if backend or "patternProperties" not in str(asked.json):
+        validate_guidance_grammar(params)
+    else:
+        validate_structured_output_request_outlines(params)
+
+
 @pytest.mark.parametrize("body", WITH_SCHEMAS, ids=str)
 def test_schemas_that_vllm_refuses_for_another_backend(body: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="backend guidance") as caught:
-        check_schemas(body, validate_structured_output_request_outlines)
+        check_grammars(json.dumps(body).encode(), verify)
     assert "utlines" not in str(caught.value)
 
 
@@ -110,4 +122,39 @@ def test_schemas_that_vllm_refuses_for_another_backend(body: dict[str, Any]) -> 
     "body", [[], {"tools": [{"function": {"parameters": FAR}}]}, {"text": "a"}], ids=str
 )
 def test_bodies_without_such_a_schema(body: Any) -> None:
-    check_schemas(body, validate_structured_output_request_outlines)
+    check_grammars(json.dumps(body).encode(), verify)
+
+
+UNREAD: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "array", "uniqueItems": True}}, 'the keywords "uniqueItems"'),
+    (
+        {"json": FAR | {"properties": {"a": {"not": {"type": "null"}}}}},
+        'the keywords "not"',
+    ),
+    ({"json": {"type": "string", "format": "colour"}}, "format colour"),
+    ({"json": {"type": "strng"}}, "an error (Invalid type: strng)"),
+    ({"json": {"$ref": "#/$defs/a"}}, "an error (Pointer '/$defs/a' does"),
+    ({"json": {"$ref": "https://a.org/b"}}, "a $ref to https://a.org/b, which is no"),
+    ({"json": {"type": "integer", "minimum": 10**20}}, "a bound beyond 64 bits"),
+    ({"json": {"enum": []}}, "(Unsatisfiable schema: anyOf is empty)"),
+    ({"json": {"oneOf": [{}, {"type": "null"}]}}, "alternatives that may overlap"),
+    (
+        {"json": {"items": {"$ref": "#"}, "allOf": [{"$ref": "#"}]}},
+        "a $ref to # in itself, beside keywords",
+    ),
+    ({"json": {"type": "string", "pattern": "a(?=b)"}}, "the pattern 'a(?=b)', which"),
+    ({"json": {"pattern": "a$b", "type": "string"}}, "'a$b', which looks at the text"),
+    ({"regex": r"\bcat\b"}, "which looks at the text around it"),
+    ({"regex": "(a"}, "the expression"),
+    ({"grammar": "start: /a(?=b)/"}, "look-ahead and look-behind"),
+]
+
+
+@pytest.mark.parametrize(("asked", "words"), UNREAD, ids=str)
+def test_grammars_that_no_backend_reads(asked: dict[str, Any], words: str) -> None:
+    """Each gets one sentence of ours, with what was asked for."""
+    body = json.dumps({"structured_outputs": asked}).encode()
+    with pytest.raises(ValueError, match="^structured_outputs ") as caught:
+        check_grammars(body, verify)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)

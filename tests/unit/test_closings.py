@@ -4,9 +4,11 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import regex
 from grammar_cases import Case
 from grammar_loop import (
     EOS,
@@ -55,6 +57,14 @@ PATTERNS = {
 }
 # Python's re does not read these.
 CATEGORIES = {
+    r"\p{Greek}": "Ͱ",
+    r"^\p{Script=Cyrillic}\p{Alphabetic}$": "Ѐa",
+    r"\p{Uppercase_Letter}{2}": "AA",
+    r"^([\p{L}\p{M}]+ ){12}$": "a " * 12,
+    "^(?i:ok)!$": "OK!",
+    r"^(a|ab)*b$": "b",
+    r"(^|,)a(,|$)": "a",
+    "^[[:alpha:]]+$": "a]",
     r"\p{L}+": "a",
     r"\pL\pN$": "a0",
     r"^\p{Lu}\p{Ll}+( \p{Nd}{2})?$": "Aa",
@@ -98,6 +108,109 @@ def pattern_case(pattern: str, rng: random.Random) -> Case:
     return Case("json", schema, judge)
 
 
+UNICODE = [
+    r"\p{Greek}",
+    r"[\p{Cyrillic}\d]",
+    r"\p{Lu}",
+    "[^\\P{Han}]",
+    r"[^\s\x20-\x7e]",
+]
+ATOMS = ["a", "b", ";", "[^;]", "[a-c]", r"\d", r"\w", r"\.", ".", '"', "é", "x{1,3}"]
+FORMATS = ("date", "uuid", "email", "ipv6", "ipv4", "time", "date-time", "hostname")
+
+
+def random_pattern(rng: random.Random, depth: int = 0) -> str:
+    """A pattern of a schema, with groups, counts and anchors amid alternatives."""
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        if depth < 2 and rng.random() < 0.4:
+            inner = [random_pattern(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+            part = f"({rng.choice(['', '?:'])}{'|'.join(inner)})"
+        else:
+            part = rng.choice(ATOMS if rng.random() < 0.8 else UNICODE)
+        parts.append(part + rng.choice(["", "", "", "*", "+", "?", "{2}", "{1,4}"]))
+    begin = rng.choice(["", "", "^", "(^|,)", "^(?:a|ab)*b"])
+    end = rng.choice(["", "", "$", "(;|$)", " end"])
+    return begin + "".join(parts) + end if depth == 0 else "".join(parts)
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of nested objects, whose names and values have patterns, and of lists."""
+    kind = rng.random()
+    if depth == 3 or kind < 0.35:
+        text: dict[str, Any] = {"type": "string", "pattern": random_pattern(rng)}
+        if rng.random() < 0.2:
+            text = {
+                "type": "string",
+                "pattern": rng.choice(["^[a-z ]*$", "b", "^.{3}"]),
+            }
+            text |= {"minLength": rng.randint(1, 4), "maxLength": rng.randint(4, 9)}
+        return text
+    if kind < 0.45:
+        return {"type": "string", "format": rng.choice(FORMATS)}
+    if kind < 0.55:
+        return {"enum": ["a", "b c", 'd"', "é"]}
+    inner = [random_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+    if kind < 0.65:
+        return {"type": "array", "prefixItems": inner, "minItems": len(inner)}
+    if kind < 0.75:
+        return {"type": "array", "items": inner[0], "minItems": rng.randint(0, 2)}
+    names = [f"k{i}" for i in range(len(inner))]
+    schema = {"type": "object", "properties": dict(zip(names, inner, strict=True))}
+    schema["required"] = [name for name in names if rng.random() < 0.7]
+    schema["additionalProperties"] = False
+    if rng.random() < 0.3:
+        schema["patternProperties"] = {"^x-[a-c]+$": {"type": "integer"}}
+    return schema
+
+
+def schema_case(rng: random.Random) -> Case:
+    """A random schema, a part of it behind references."""
+    schema = random_schema(rng)
+    if rng.random() < 0.3:
+        properties = {"a": {"$ref": "#/$defs/b"}}
+        inner = {"type": "object", "properties": {"c": {"$ref": "#/$defs/c"}}}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": ["a"],
+            "$defs": {"b": inner | {"required": ["c"]}, "c": schema},
+        }
+
+    def judge(text: str) -> bool:
+        return fits(json.loads(text), schema, schema)
+
+    return Case("json", schema, judge)
+
+
+def fits(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """Whether a value fits such a schema; formats are left to the backend."""
+    if "$ref" in schema:
+        return fits(value, root["$defs"][schema["$ref"][-1]], root)
+    if "enum" in schema:
+        return value in schema["enum"]
+    if schema["type"] == "string":
+        length = (
+            schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 999)
+        )
+        return length and regex.search(schema.get("pattern", ""), value) is not None
+    if schema["type"] == "integer":
+        return isinstance(value, int)
+    if schema["type"] == "array":
+        inner = schema.get("prefixItems", [])
+        items = [*inner, *[schema.get("items", {})] * (len(value) - len(inner))]
+        return len(value) >= schema["minItems"] and all(
+            not form or fits(item, form, root)
+            for item, form in zip(value, items, strict=True)
+        )
+    named, others = schema["properties"], schema.get("patternProperties", {})
+    return set(schema["required"]) <= set(value) and all(
+        fits(inner, named.get(name, others.get("^x-[a-c]+$", {"enum": []})), root)
+        for name, inner in value.items()
+        if name in named or "additionalProperties" in schema
+    )
+
+
 def automaton_case(rng: random.Random, most_states: int = 200) -> Case:
     """Rules that are a random automaton, most of whose states allow the same letters."""
     states = rng.randrange(3, most_states)
@@ -127,9 +240,11 @@ def automaton_case(rng: random.Random, most_states: int = 200) -> Case:
 
 def random_case(rng: random.Random) -> Case:
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.3:
         return automaton_case(rng)
-    if kind < 0.6:
+    if kind < 0.7:
+        return schema_case(rng)
+    if kind < 0.75:
         spec, expression = RULES[rng.choice(list(RULES))]
         return Case("grammar", spec, lambda text: bool(re.fullmatch(expression, text)))
     return pattern_case(rng.choice(list(PATTERNS)), rng)

@@ -12,7 +12,7 @@ from grammar_cases import valid
 from grammar_loop import EOS, Compiler, ask, random_text, text_of
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm_plugin.engine.grammars.backends import check_readable
+from dllm_plugin.config.request.structured_outputs import check_expressions
 from dllm_plugin.grammar.automaton import DEAD, END, START
 from dllm_plugin.grammar.patterns import written_out
 
@@ -49,10 +49,14 @@ WRITTEN = {
     r"\p{Zs}": r"[\u{20}\u{a0}\u{1680}\u{2000}-\u{200a}\u{202f}\u{205f}\u{3000}]",
     r"[\p{Zl}x]\p{Zp}": r"[x\u{2028}]\u{2029}",
     r"[^\PZ\p{Zs}]": r"[\u{2028}-\u{2029}]",
+    r"\p{Ogham}": r"[\u{1680}-\u{169c}]",
+    r"[a\p{Script=Ogham}]": r"[a\u{1680}-\u{169c}]",
+    r"[^\P{Ogham}]": r"[\u{1680}-\u{169c}]",
+    r"\P{^Ogham}": r"[\u{1680}-\u{169c}]",
     # Left to the compiler that knows them.
     "(?i)a.": "(?i)a.",
-    r"\p{Greek}.": r"\p{Greek}.",
-    r"[\p{Greek}].": r"[\p{Greek}].",
+    "(?i:a).": "(?i:a).",
+    "(?m)a.": "(?m)a.",
 }
 
 
@@ -65,6 +69,14 @@ REFUSED = {
     r"\g": "has '\\\\g', which compilers do not read alike",
     r"a\ud800": "has '\\\\ud800', which is no character",
     "a\\\ud800b": "has half of a surrogate pair",
+    r"\p{Nothing}": "has 'Nothing', which is no property of Unicode",
+    r"\p1": "has '\\\\p' without a property's name",
+    "^(?!x)a": "has '(?!', which looks at the text around it",
+    r"(?<=a)\w": "has '(?<=', which looks at the text around it",
+    r"\bcat": "has '\\\\b', which looks at the text around it",
+    r"(a)\1": "has '\\\\1', which repeats the text of a group",
+    r"(?P<n>a)\k<n>": "has '\\\\k', which repeats the text of a group",
+    "(?>a)b": "has '(?>', which compilers do not read alike",
     r"\h": "has '\\\\h', which compilers do not read alike",
     r"a\c": "has '\\\\c', which",
     "a\\": "has '\\\\', which",
@@ -94,20 +106,35 @@ REFUSED = {
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
 def test_what_is_refused(pattern: str) -> None:
-    params = ask(9)
-    params.structured_outputs = StructuredOutputsParams(regex=pattern)
+    asked = StructuredOutputsParams(regex=pattern)
     with pytest.raises(
         ValueError, match=f"^structured_outputs regex .*{re.escape(REFUSED[pattern])}"
     ) as raised:
-        check_readable(params)
+        check_expressions(asked)
     assert len(str(raised.value)) < 250
+
+
+OF_SCHEMAS = [
+    ({"pattern": "(?m)^a"}, "'(?m)^a', which has flags, or classes of too many"),
+    ({"patternProperties": {"a{2}{3}": {}}}, "'a{2}{3}', which has '{3}' behind"),
+    ({"items": {"pattern": r"\p{Nothing}"}}, "has 'Nothing', which is no property"),
+    ({"$defs": {"a": {"pattern": "a*+b"}}}, "'a*+b', which has '+' behind another"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), OF_SCHEMAS, ids=str)
+def test_patterns_of_schemas_that_are_refused(
+    schema: dict[str, Any], words: str
+) -> None:
+    for spec in (schema, json.dumps(schema)):
+        with pytest.raises(ValueError, match="^structured_outputs json ") as raised:
+            check_expressions(StructuredOutputsParams(json=spec))
+        assert words in str(raised.value)
 
 
 def test_many_categories_are_left_to_the_backend() -> None:
     """Written out they would be too long."""
-    params = ask(9)
-    params.structured_outputs = StructuredOutputsParams(regex=r"\p{L}" * 11)
-    check_readable(params)
+    check_expressions(StructuredOutputsParams(regex=r"\p{L}" * 11))
 
 
 PATTERNS = (

@@ -1,16 +1,21 @@
 """Refuse requests for structured output that a canvas or the engine cannot honour."""
 
+import json
 import math
+import re
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.validation import shown
+from dllm_plugin.grammar.patterns import LeftWhole, read_tokens, written_out
+from dllm_plugin.grammar.schemas import patterns_of
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
 # Parameters of a request that no backend of vLLM 0.32 reads.
@@ -21,6 +26,70 @@ OF_THE_SERVER = (
 )
 # Kinds of structured output whose grammar may be regular.
 REGULAR = ("json", "regex", "choice", "grammar")
+
+# What compilers answer, and the words for it.
+REASONS = (
+    (r"Unimplemented keys: \[(.*?)\]", "the keywords {0}"),
+    (r"oneOf constraints", "oneOf with alternatives that may overlap"),
+    (r"circular references .*///(\S+)", "a $ref to {0} in itself, beside keywords"),
+    (r"Unknown format: (.*)", "format {0}"),
+    (r"parse error:\s+(.*)\n[\s\S]*error: (.*)", "the expression {0!r} ({1})"),
+    (r"lookarounds .* in regex /(.*)/", "{0!r}, which looks at the text around it"),
+    (r"patternProperty regexes (.*) are", "patternProperties {0}, which may overlap"),
+    (r"min/maxProperties", "minProperties or maxProperties beside optional ones"),
+    (r"Resource '(.*?)' is not", "a $ref to {0}, which is no path in the schema"),
+    (r"for integer range", "a bound beyond 64 bits"),
+)
+MOST_SHOWN = 200  # characters of a reason
+OF_COMPILERS = re.compile("Grammar error|Invalid grammar|Failed to transform|Regex ")
+
+
+def refusal_of(kind: str, error: object) -> str:
+    """Return a sentence for what a compiler of vLLM's answers about a grammar.
+
+    Args:
+        kind: json, regex or grammar, as in `structured_outputs`.
+    """
+    text = str(error)
+    for expression, words in REASONS:
+        if found := re.search(expression, text):
+            reason = words.format(*found.groups())
+            break
+    else:
+        words = text.removeprefix("Grammar error: ").partition("\n")[0]
+        reason = f"an error ({words})"
+    return (
+        f"structured_outputs {kind} has {reason[:MOST_SHOWN]}: no backend of this server reads "
+        "that, so write it without."
+    )
+
+
+def check_expressions(asked: StructuredOutputsParams) -> None:
+    """Raise ValueError for an expression, or a pattern in a schema, that backends misread."""
+    if asked.regex:
+        try:
+            written_out(asked.regex)
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs regex {error}: leave it out, or write plain characters."
+            ) from error
+    for text in patterns_of(schema_of(asked)):
+        try:
+            read_tokens(text)
+            continue
+        except LeftWhole:
+            refusal = "has flags, or classes of too many characters"
+        except ValueError as error:
+            refusal = str(error)
+        raise ValueError(
+            f"structured_outputs json has the pattern {shown(text)}, which {refusal}: write it "
+            "with characters, classes, groups, | and repeats."
+        )
+
+
+def schema_of(asked: StructuredOutputsParams) -> Any:
+    """Return the JSON schema of a request; None without one."""
+    return json.loads(asked.json) if isinstance(asked.json, str) else asked.json
 
 
 def no_grammars(vllm_config: VllmConfig) -> str:
@@ -62,6 +131,7 @@ def check_structured_outputs(params: SamplingParams) -> None:
             f"when a draft is refused, but this request would get {asked._backend!r}: simplify "
             "the schema or start with --structured-outputs-config.backend guidance."
         )
+    check_expressions(asked)
     for name in OF_THE_SERVER:
         if getattr(asked, name):
             raise ValueError(

@@ -31,11 +31,12 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from dllm_plugin.config.request.structured_outputs import refusal_of, schema_of
 from dllm_plugin.engine.grammars.automata import OwnGrammar
 from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.networks import Unreadable
-from dllm_plugin.grammar.patterns import written_out
+from dllm_plugin.grammar.patterns import written_anywhere, written_out
 from dllm_plugin.grammar.rules import (
     FIRST_PATTERN,
     MOST_PATTERNS,
@@ -138,26 +139,47 @@ def _merged(one: Any, other: Any) -> Any:
             value = max(mine, value)
         elif name in UPPER:
             value = min(mine, value)
+        elif name == "pattern":
+            value = [*_listed(mine), value] if name in merged else value
         else:
             value = _merged(mine, value)
         merged[name] = value
     return merged
 
 
+def _written_out(written: dict[str, Any]) -> Any:
+    """Return a schema with its patterns written out."""
+    if isinstance(text := written.get("pattern"), str):
+        written["pattern"] = written_anywhere(text)
+    return _renamed(written, written_anywhere)
+
+
+def _renamed(written: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return a schema with its patterns of property names changed."""
+    properties = written.get("patternProperties")
+    if isinstance(properties, dict):
+        changed = {}
+        for text, inner in properties.items():
+            changed[change(text)] = inner
+        written["patternProperties"] = changed
+    return written
+
+
 def _marked(written: dict[str, Any], patterns: list[Pattern]) -> Any:
     """Return a schema with a character in place of each pattern, which is added to `patterns`."""
-    if isinstance(text := written.get("pattern"), str):
+    if texts := _listed(written.get("pattern")):
         least, most = (written.pop(name, None) for name in LENGTHS)
         least = least if isinstance(least, int) else 0
         most = most if isinstance(most, int) else None
-        written["pattern"] = _mark(Pattern(text, least, most), patterns)
-    properties = written.get("patternProperties")
-    if isinstance(properties, dict):
-        marked = {}
-        for text, inner in properties.items():
-            marked[_mark(Pattern(text), patterns)] = inner
-        written["patternProperties"] = marked
-    return written
+        written["pattern"] = _mark(Pattern(tuple(texts), least, most), patterns)
+    return _renamed(written, lambda text: _mark(Pattern((text,)), patterns))
+
+
+def _listed(texts: Any) -> list[str]:
+    """Return the patterns that a schema asks for; those of `allOf` are listed."""
+    if isinstance(texts, str):
+        return [texts]
+    return texts if isinstance(texts, list) else []
 
 
 def _mark(pattern: Pattern, patterns: list[Pattern]) -> str:
@@ -248,6 +270,9 @@ class Backends(StructuredOutputBackend):
                     tokenizer=self.tokenizer,
                     vocab_size=self.vocab_size,
                 )
+        if name == GUIDANCE and named[0] == StructuredOutputOptions.JSON:
+            written = _rewritten(json.loads(named[1]), _written_out)
+            named = named[0], json.dumps(written, ensure_ascii=False)
         with self._guidance if name == GUIDANCE else nullcontext():
             return self._made[name].compile_grammar(*named, params.all_stop_token_ids)
 
@@ -274,30 +299,16 @@ def choose_guidance(params: SamplingParams) -> None:
     if asked is None or asked._backend in BACKENDS or not asked._backend_was_auto:
         return
     if refusal := _refusal(params):
-        raise ValueError(
-            "structured_outputs json is a schema that neither xgrammar nor guidance reads "
-            f"({refusal}): write it without."
-        )
+        raise ValueError(refusal_of("json", refusal))
     asked._backend = GUIDANCE
 
 
 def check_readable(params: SamplingParams) -> None:
-    """Raise ValueError for an expression or a schema that no backend of its request reads whole."""
+    """Raise ValueError for a schema that no backend of its request reads whole."""
     asked = params.structured_outputs
-    if asked is None:
+    if asked is None or not asked.json or asked._backend != XGRAMMAR:
         return
-    if asked.regex:
-        try:
-            written_out(asked.regex)
-        except ValueError as error:
-            raise ValueError(
-                f"structured_outputs regex {error}: leave it out, or write plain characters."
-            ) from error
-    if not asked.json or asked._backend != XGRAMMAR:
-        return
-    loose = schemas.loose_keyword(
-        json.loads(asked.json) if isinstance(asked.json, str) else asked.json
-    )
+    loose = schemas.loose_keyword(schema_of(asked))
     if not loose:
         return
     if not asked._backend_was_auto:
@@ -306,10 +317,7 @@ def check_readable(params: SamplingParams) -> None:
             "start with --structured-outputs-config.backend auto or guidance."
         )
     if refusal := _refusal(params):
-        raise ValueError(
-            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole, and "
-            f"guidance refuses the schema ({refusal}): write it without."
-        )
+        raise ValueError(refusal_of("json", refusal))
 
 
 def _refusal(params: SamplingParams) -> str:
