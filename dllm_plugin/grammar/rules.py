@@ -46,8 +46,8 @@ MARKS: dict[str, Ranges] = {"^": [(-2, -2)], "$": [(-1, -1)]}
 MARKED = tuple(tuple(ranges) for ranges in MARKS.values())
 # Characters that strings of JSON escape by a letter.
 ESCAPED = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
-# Characters that JSON does not escape.
-PLAIN: Ranges = [(32, 33), (35, 91), (93, LAST)]
+# Characters that JSON does not escape; guidance refuses 127.
+PLAIN: Ranges = [(32, 33), (35, 91), (93, 126), (128, LAST)]
 BACKSLASH = ((92, 92),)
 
 
@@ -310,6 +310,8 @@ class _Product:
             both: list[tuple[tuple[int, ...], Ranges]] = []
             for edge in whole.network.edges_N[node]:
                 if not edge.ranges or edge.ranges in MARKED:
+                    # A node whose edges read nothing moves on by itself.
+                    reading = []
                     nodes = (*state.nodes[:i], edge.to, *state.nodes[i + 1 :])
                     ended = state.ended or edge.ranges == MARKED[1]
                     if edge.ranges != MARKED[0] or not state.length:
@@ -318,6 +320,8 @@ class _Product:
                 for others, ranges in reading:
                     if common := common_characters(ranges, edge.ranges):
                         both.append(((*others, edge.to), common))
+            if not reading:
+                return
             reading = both
         if not state.ended:
             for nodes, ranges in reading:

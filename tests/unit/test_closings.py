@@ -64,6 +64,7 @@ CATEGORIES = {
     "^(?i:ok)!$": "OK!",
     r"^(a|ab)*b$": "b",
     r"(^|,)a(,|$)": "a",
+    r"[^\s\x20-\x7e]{2}": "\u0080\u0080",
     "^[[:alpha:]]+$": "a]",
     r"\p{L}+": "a",
     r"\pL\pN$": "a0",
@@ -115,7 +116,20 @@ UNICODE = [
     "[^\\P{Han}]",
     r"[^\s\x20-\x7e]",
 ]
-ATOMS = ["a", "b", ";", "[^;]", "[a-c]", r"\d", r"\w", r"\.", ".", '"', "é", "x{1,3}"]
+ATOMS = [
+    "a",
+    "b",
+    ";",
+    "[^;]",
+    "[a-c]",
+    r"\d",
+    r"\w",
+    r"\.",
+    ".",
+    '"',
+    "é",
+    "(?:x{1,3})",
+]
 FORMATS = ("date", "uuid", "email", "ipv6", "ipv4", "time", "date-time", "hostname")
 
 
@@ -123,7 +137,7 @@ def random_pattern(rng: random.Random, depth: int = 0) -> str:
     """A pattern of a schema, with groups, counts and anchors amid alternatives."""
     parts = []
     for _ in range(rng.randint(1, 3)):
-        if depth < 2 and rng.random() < 0.4:
+        if depth < 2 and rng.random() < 0.25:
             inner = [random_pattern(rng, depth + 1) for _ in range(rng.randint(1, 3))]
             part = f"({rng.choice(['', '?:'])}{'|'.join(inner)})"
         else:
