@@ -1,5 +1,6 @@
 """Processes that are killed or asked to end, clients that vanish: nobody waits, nothing is left."""
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -8,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,10 @@ UNBOUND = (
     '--hf-overrides={"max_sequence_length": 4096}',
     "--max-model-len=4096",
 )
+STAGES = ("--pipeline-parallel-size=2", "--distributed-executor-backend=mp")
 ERROR_SECONDS = 10.0
 END_SECONDS = 60.0  # vLLM's watchdog looks every five
-READERS = 200
+READERS = 64
 
 
 def named(server: Server, name: str) -> list[psutil.Process]:
@@ -128,13 +131,14 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
     ("options", "name"),
     [
         (("--tensor-parallel-size=2",), "Worker_TP1"),
+        (STAGES, "Worker_PP0"),
         (("--data-parallel-size=2", "--api-server-count=1"), "EngineCore_DP1"),
     ],
 )
 def test_one_of_two_is_killed(
     options: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
-    """A rank and a replica, which the other one depends on."""
+    """A rank, the first stage of a pipeline, and a replica, which the other one depends on."""
     with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
         killed(server, name, plain_texts(server, 2))
 
@@ -289,14 +293,26 @@ def rank_that_drops(ready: Connection) -> None:
         time.sleep(1)
 
 
-def test_sigterm_ends_a_rank_that_drops_it() -> None:
+def rank_that_waits(ready: Connection) -> None:
+    """Wait for ever in C, where no handler of Python's runs."""
+    signal.signal(signal.SIGTERM, raise_once)
+    end_at_sigterm(0.5)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    ready.send("SIGTERM comes while it waits")
+    lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    library.pthread_mutex_lock(lock)
+    library.pthread_mutex_lock(lock)
+
+
+@pytest.mark.parametrize("rank", [rank_that_drops, rank_that_waits])
+def test_sigterm_ends_a_rank(rank: Callable[[Connection], None]) -> None:
     """An engine whose start has failed waits for its ranks without a limit."""
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=rank_that_drops, args=(writer,), daemon=True)
+    process = context.Process(target=rank, args=(writer,), daemon=True)
     process.start()
     try:
-        assert reader.poll(START_SECONDS) and "dropped" in reader.recv()
+        assert reader.poll(START_SECONDS) and "SIGTERM" in reader.recv()
         process.join(END_SECONDS)
         assert process.exitcode == 128 + signal.SIGTERM
     finally:

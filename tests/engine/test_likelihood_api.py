@@ -242,7 +242,7 @@ def test_a_reader_that_leaves_ends_its_forwards(client: httpx.Client) -> None:
     time.sleep(1)
     began = time.monotonic()
     ask(client, pairs=[ONE], method="pseudo")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     leaving.join()
     deadline = time.monotonic() + 20
     while running(client):

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import CHECKPOINTS, a_prompt
+from engines import CHECKPOINTS, letters
 from processes import KILLED_SOON, Server, end, free_port, serving
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 pytest.importorskip("nixl", reason="needs nixl")
 
-MODEL = CHECKPOINTS / "tiny-sdar"
+MODELS = ("sdar", "llada2.1", "fast-dllm-v2", "nemotron", "idlm", "wedlm")
 LENGTHS = (1, 3, 4, 9, 31, 32, 33, 64, 97, 200)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-# What P decodes is dropped: one forward of one block.
-ONE_FORWARD = {"max_tokens": 1, "vllm_xargs": {"dllm_steps": 1}}
+# What P decodes is dropped: one forward of one block, if its strategy reads `dllm_steps`.
+ONE_FORWARD = {"vllm_xargs": {"dllm_steps": 1}}
 
 
 def transfer(role: str) -> str:
@@ -28,15 +28,23 @@ def transfer(role: str) -> str:
     return f"--kv-transfer-config={json.dumps(config)}"
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+def pair(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Server]]:
     """Return a server that prefills and a server that decodes."""
     logs = tmp_path_factory.mktemp("pair")
+    folder = CHECKPOINTS / f"tiny-{model}"
     with (
         serving(
             logs / "prefill",
             transfer("kv_producer"),
-            model=MODEL,
+            model=folder,
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
             **KILLED_SOON,
         ) as prefill,
@@ -44,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
             logs / "decode",
             transfer("kv_consumer"),
             "--no-enable-prefix-caching",
-            model=MODEL,
+            model=folder,
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
             **KILLED_SOON,
         ) as decode,
@@ -59,29 +67,30 @@ def tokens(answer: dict[str, Any]) -> list[int]:
 def decode_alone(server: Server, length: int) -> list[int]:
     """Return the answer of a server that computes the prompt itself."""
     asked = {"max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
-    return tokens(server.complete(a_prompt(length, length), **asked))
+    return tokens(server.complete(letters(length, length), **asked))
 
 
-def prefilled(server: Server, length: int) -> dict[str, Any]:
+def prefilled(server: Server, length: int, **asked: Any) -> dict[str, Any]:
     """Return where the pages of a prompt are after its prefill."""
-    asked = ONE_FORWARD | {"kv_transfer_params": PREFILL}
-    answer = server.complete(a_prompt(length, length), **asked)
+    asked |= {"max_tokens": 1, "kv_transfer_params": PREFILL}
+    answer = server.complete(letters(length, length), **asked)
     return dict(answer["kv_transfer_params"])
 
 
-def test_answers_of_pulled_pages(pair: tuple[Server, Server]) -> None:
+def test_answers_of_pulled_pages(pair: tuple[Server, Server], model: str) -> None:
     """Prompts end at every place within a block, and within a page."""
     prefill, decode = pair
+    asked: dict[str, Any] = ONE_FORWARD if model == "sdar" else {}
     hits = "vllm:external_prefix_cache_hits_total"
     for length in LENGTHS:
         expected = decode_alone(decode, length)
         before = sum(decode.metrics(hits).values())
         answer = decode.complete(
-            a_prompt(length, length),
+            letters(length, length),
             max_tokens=40,
             ignore_eos=True,
             return_token_ids=True,
-            kv_transfer_params=prefilled(prefill, length),
+            kv_transfer_params=prefilled(prefill, length, **asked),
         )
         assert tokens(answer) == expected
         assert sum(decode.metrics(hits).values()) - before == length
@@ -94,7 +103,7 @@ def test_the_prefill_server_is_killed(pair: tuple[Server, Server]) -> None:
     lost = prefilled(prefill, 64)
     end(prefill.process)
     body = {
-        "prompt": a_prompt(64, 64),
+        "prompt": letters(64, 64),
         "max_tokens": 40,
         "kv_transfer_params": lost,
     }

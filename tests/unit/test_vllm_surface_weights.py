@@ -24,7 +24,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from dllm_plugin.models.checkpoints.weights import PARTIAL_BACKENDS
 
 IMPORTS = """
-vllm.config: ModelConfig set_current_vllm_config
+vllm.config: set_current_vllm_config
 vllm.model_executor.layers.fused_moe.routed_experts: RoutedExperts
 vllm.model_executor.model_loader.reload.layerwise: finalize_layerwise_reload get_layerwise_info
 vllm.lora.punica_wrapper.punica_cpu: PunicaWrapperCPU

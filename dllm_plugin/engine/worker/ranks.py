@@ -3,8 +3,10 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
-from types import FrameType
+import time
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -43,24 +45,28 @@ def compare_options(vllm_config: VllmConfig) -> None:
 
 
 def end_at_sigterm(seconds: float = END_SECONDS) -> None:
-    """End this process some seconds after SIGTERM, whatever becomes of vLLM's handler.
+    """End this process some seconds after SIGTERM or its parent's end, whatever it does then.
 
-    The handler raises SystemExit once. Python drops what is raised within a destructor or a
-    callback of a weak reference; an engine whose start has failed then waits for ever.
+    vLLM's handler raises SystemExit once, which Python drops within a destructor or a callback of
+    a weak reference, and it never runs while the main thread waits in a kernel for a dead rank.
     """
+    parent = multiprocessing.parent_process()
     # An engine that runs its only rank itself has a handler that drains.
-    if not multiprocessing.current_process().daemon:
+    if parent is None or not multiprocessing.current_process().daemon:
         return
-    given: Any = signal.getsignal(signal.SIGTERM)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())
 
-    def end(number: int, frame: FrameType | None) -> None:
-        timer = threading.Timer(seconds, os._exit, (128 + number,))
-        timer.daemon = True
-        timer.start()
-        given(number, frame)
+    def end(writer: socket.socket) -> None:
+        """Wait, and keep the writer, which would be closed without a reference."""
+        while parent.sentinel not in wait([reader, parent.sentinel]):
+            if signal.SIGTERM in reader.recv(64):
+                break
+        time.sleep(seconds)
+        os._exit(128 + signal.SIGTERM)
 
-    if callable(given):
-        signal.signal(signal.SIGTERM, end)
+    threading.Thread(target=end, args=(writer,), daemon=True).start()
 
 
 class RankWorker(Worker):

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -20,16 +20,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from dllm_plugin.engine.worker.ranks import RankWorker
-
-
-def restore_layers(model: nn.Module, model_config: ModelConfig) -> None:
-    """Restore the old tensors of each layer whose weights have not all come."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        info.loaded_weights.clear()
-        # Of a layer for which nothing has come, vLLM keeps the old tensors.
-        info.load_numel = 0
-    finalize_layerwise_reload(model, model_config)
 
 
 class UpdatingWorker(RankWorker):
@@ -95,8 +85,13 @@ class UpdatingWorker(RankWorker):
         """Restore the old tensors of layers that were not updated."""
         model: Any = self.get_model()
         model.update = None
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            # Of a layer for which nothing has come, vLLM keeps the old tensors.
+            info.load_numel = 0
         with set_current_vllm_config(self.vllm_config):
-            restore_layers(model, self.model_config)
+            finalize_layerwise_reload(model, self.model_config)
         self._close_layers(model)
 
     def _open_layers(self, model: nn.Module) -> None:

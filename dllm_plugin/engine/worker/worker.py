@@ -73,10 +73,8 @@ class GrammarRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample as vLLM does; with checks of canvases, hand them to the sampler first."""
-        if not self.is_last_pp_rank:
-            return super().sample_tokens(None)
-        # vLLM's warm-up brings a bitmask of its own.
-        if not isinstance(grammar_output, CanvasChecks):
+        # vLLM's warm-up brings a bitmask of its own; earlier stages sample nothing.
+        if not self.is_last_pp_rank or not isinstance(grammar_output, CanvasChecks):
             return super().sample_tokens(grammar_output)
         sampler: Any = self.sampler
         features = sampler.features
