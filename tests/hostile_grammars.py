@@ -47,7 +47,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], Callable[[str], bool] | str]] = {
         {"json": {"enum": WORDS}},
         lambda text: json.loads(text) in WORDS,
     ),
-    "200 levels": ({"json": nested(200)}, "more than 200 deep"),
+    "100 levels": ({"json": nested(100)}, "nested too deeply"),
     "60 levels": ({"json": nested(60)}, begins_levels),
     "8 levels": (
         {"json": nested(8)},

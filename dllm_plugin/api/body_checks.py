@@ -37,7 +37,9 @@ SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
-STRINGS, BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[\]{}]")
+# A string that never ends is one match, or each of its quotes would be tried.
+STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+BRACKETS = re.compile(rb"[\[\]{}]")
 DEEPEST = 200  # of lists and objects, far below what Python reads
 
 
@@ -195,7 +197,7 @@ def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
 
 def _grammars(fields: Any) -> Iterator[tuple[str, Any]]:
     """Yield the kind and the text of grammars that hold a reply."""
-    for kind in ("regex", "grammar"):
+    for kind in ("regex", "grammar", "json"):
         if isinstance(spec := _at(fields, "structured_outputs", kind), str):
             yield kind, spec
     found = [

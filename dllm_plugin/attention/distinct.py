@@ -266,7 +266,6 @@ class SpanBuffers:
     def __init__(
         self, max_num_reqs: int, max_num_tokens: int, device: torch.device
     ) -> None:
-        self.token_T = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
         self.start_R = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.seen_T = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
 
@@ -320,7 +319,7 @@ class SpanBuffers:
         Args:
             stop_R: int32, absolute position after each request's last token.
         """
-        token_T = self.token_T[:num_tokens]
+        token_T = torch.arange(num_tokens, dtype=torch.int32, device=self.seen_T.device)
         segment_T = torch.searchsorted(segment_start_loc[1:], token_T, right=True)
         keys = torch.nn.functional.pad(segment_keys, (0, 1))
         seen_T = self.seen_T[:num_tokens]

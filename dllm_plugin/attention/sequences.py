@@ -116,7 +116,6 @@ class AttentionSequences:
         """
         config, device = states.config, states.device
         self.states, self.device, self.method = states, device, config.method
-        self.limit = states.max_model_len
         self.spans: SpanBuffers | None = None
         if config.kv_cache_layout == "distinct":
             self.spans = SpanBuffers(max_num_reqs, max_num_tokens, device)
@@ -165,7 +164,7 @@ class AttentionSequences:
         # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
         groups = KVGroups(
-            self.limit,
+            self.states.max_model_len,
             batch.positions,
             block_tables,
             slot_mappings,
@@ -311,7 +310,7 @@ class AttentionSequences:
     def _text_ends(self, slots: Tensor) -> Tensor:
         """Return how many keys the texts of slots have, int32; the context if none is known."""
         ends = self.states.requests.blocks_end.gpu[slots]
-        return ends.masked_fill(ends == 0, self.limit).to(torch.int32)
+        return ends.masked_fill(ends == 0, self.states.max_model_len).to(torch.int32)
 
     def forget(self) -> None:
         """Drop what is cached of a block: a request may have reused another's name."""

@@ -5,6 +5,7 @@ what is raised inside a callback is lost. Nothing of a command is worth a wait, 
 killed.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -81,6 +82,8 @@ class Interrupts:
 
 def end_now(status: int) -> NoReturn:
     """Kill all processes below this one, and end it with a status."""
+    # Other threads would report the processes that are killed.
+    logging.disable()
     kill_children()
     for clean_up in reversed(_CLEAN_UPS):
         clean_up()

@@ -26,7 +26,7 @@ MARKERS = {
 }
 FIRST = "starting vLLM"
 LOOK_SECONDS = 0.2
-WAIT_SECONDS = 2.0
+WAIT_SECONDS = 0.25  # for pipes that Python's resource tracker keeps open
 PIPE_BYTES = 1 << 16
 SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
@@ -276,7 +276,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 @contextmanager
 def start_log(keeps: bool) -> Iterator[None]:
-    """Raise StartError for an engine that does not start; its errors are kept if `keeps`."""
+    """Raise StartError, if `keeps`, for an engine that does not start."""
     log = StartLog() if keeps else None
     if log is not None:
         _STARTING.append(log)

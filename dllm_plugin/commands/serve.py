@@ -173,7 +173,7 @@ def check_sections(
     """Raise ValueError for a misspelt name of our section, and an option with two values."""
     for key in config:
         question = did_you_mean(key.lower(), [SECTION], cutoff=NEAR)
-        if key != SECTION and question:
+        if key not in (SECTION, "llm") and question:
             raise ValueError(f"{CONFIG} has no section {key!r}{question}")
     for name, value in options.items():
         if section.get(name, value) != value:
@@ -247,12 +247,12 @@ def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     """
     models, rest = [], []
     words = iter(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        models.append(next(words))
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--model":
             models.append(value if equals else next(words, ""))
-        elif word is arguments[0] and not word.startswith("-"):
-            models.append(word)
         else:
             rest.append(word)
     if len(set(models)) > 1:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -110,9 +111,11 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     # The parent of several servers has no application that would take the signal.
     several = (args.api_server_count or args.data_parallel_size) > 1
     interrupts = Interrupts(SEVERAL_SECONDS) if several else None
-    in_processes = several or args.headless
+    # Their start is not announced.
+    rust = os.environ.get("VLLM_USE_RUST_FRONTEND")
+    others = args.headless or vars(args).get("grpc") or rust
     try:
-        with start_log(not in_processes and is_quiet()):
+        with start_log(not (several or others) and is_quiet()):
             command.cmd(args)
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
         end_now(TERMINATED)
@@ -307,9 +310,11 @@ class End:
             "left); Ctrl-C again cuts them now.",
             file=sys.stderr,
         )
-        loop = asyncio.get_running_loop()
-        loop.call_later(CUT_SECONDS, self.cut)
-        loop.call_later(END_SECONDS, end_now, INTERRUPTED)
+        asyncio.get_running_loop().call_later(CUT_SECONDS, self.cut)
+        # In a thread, since a loop with a backlog of outputs does not turn in time.
+        timer = threading.Timer(END_SECONDS, end_now, (INTERRUPTED,))
+        timer.daemon = True
+        timer.start()
         os.kill(os.getpid(), signal.SIGTERM)  # vLLM lets requests run after this one
 
     def cut(self) -> None:

@@ -7,7 +7,7 @@ operators such as ``&&`` in classes. Written out, classes are ranges of code poi
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ ASSERTIONS = "bB"
 REFERENCES = "k123456789"
 # Characters of classes: more keep compilers busy.
 MOST_ADDED = 100_000
+PROPERTIES = 256  # of Unicode that are remembered; requests name them
 SHOWN = 80  # characters of an expression in a message
 REPEATS = ("*", "+", "?", "{")
 PLAIN = re.compile(r"[^\\\[.()|^$*+?{]+")
@@ -230,6 +231,9 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
         found = _property(named[2] or named[3])
         if (letter == "P") != bool(named[1]):
             found = other_characters(found)
+        found = common_characters(found, other_characters([SURROGATES]))
+        if not found:
+            raise ValueError(f"has {named[0]!r}, which no character fits")
         return (found, found), named.end()
     if letter.lower() in SURE:
         return _shorthand(letter), end
@@ -300,7 +304,7 @@ def _shorthand(letter: str) -> tuple[Ranges, Ranges]:
     return other_characters(maybe), other_characters(sure)
 
 
-@cache
+@lru_cache(maxsize=PROPERTIES)
 def _property(name: str) -> Ranges:
     """Return the characters with a property of Unicode, such as ``Lu`` or ``Greek``."""
     try:

@@ -96,8 +96,6 @@ class MaskedRows(LogitsRows):
         self._step: DenoisingStep | None = None
         self._guided: GuidedRows | None = None
         self._starts_np = np.zeros(0, dtype=np.int64)
-        most_rows = num_slots * self.num_positions
-        self._rows_X = torch.arange(most_rows, device=states.device)
         # Stands for logits before the forward.
         self._nothing_T0 = states.canvas_NC.new_empty(0, 0)
 
@@ -131,7 +129,7 @@ class MaskedRows(LogitsRows):
         step.slots_np, step.before_np = slots_np, rows.starts_np
         step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
         # One chunk, which `read` gives its logits.
-        rows_T, place_T = self._rows_X[:num_rows], place_T.to(torch.int32)
+        rows_T, place_T = self.states.number_X[:num_rows], place_T.to(torch.int32)
         chunk = RowChunk(rows_T, self._nothing_T0, None, slot_T, place_T, 0)
         step.chunks = [chunk._replace(owner_np=request_T if mixed else None)]
         self._step = step

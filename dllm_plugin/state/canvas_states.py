@@ -59,6 +59,7 @@ class CanvasStates:
     post_step_N      int32, steps that the first block has had without masks and not committed
     cached_N         bool, every position of the first block has KV of this block's steps
     counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
+    number_X         int64, the numbers from 0, as many as all canvases have positions
     position_C       int64, the canvas positions, for code that is not compiled
     """
 
@@ -71,7 +72,8 @@ class CanvasStates:
         self.model_config = model_config
         num_slots, self.num_positions = draft_tokens_NC.shape
         self.mask_id = config.mask_token_id
-        self.position_C = torch.arange(self.num_positions, device=self.device)
+        self.number_X = torch.arange(draft_tokens_NC.numel(), device=self.device)
+        self.position_C = self.number_X[: self.num_positions]
         zeros = self.zeros
         self.start_N = zeros(torch.int64)
         self.ended_N = zeros(torch.bool)
@@ -202,6 +204,8 @@ class CanvasStates:
         """Copy what `add_request` staged to the device."""
         self.requests.copy_to_device()
         if self._fresh:
+            # Sleep mode may have taken it while no request was left.
+            torch.arange(len(self.number_X), out=self.number_X)
             slots, starts, tails = self._upload(self._fresh)
             # An assigned number would come from host memory that is not pinned, and be waited for.
             for row in self._rows:

@@ -139,8 +139,8 @@ def _merged(one: Any, other: Any) -> Any:
             value = max(mine, value)
         elif name in UPPER:
             value = min(mine, value)
-        elif name == "pattern":
-            value = [*_listed(mine), value] if name in merged else value
+        elif name == "pattern" and _listed(value):
+            value = [*_listed(mine), *_listed(value)] if name in merged else value
         else:
             value = _merged(mine, value)
         merged[name] = value

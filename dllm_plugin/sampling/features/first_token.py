@@ -49,7 +49,6 @@ class FirstTokenDecoder(StepFeature):
         self.logprobs = logprobs
         self.row_features = (*changes, logprobs)
         self.propose = propose
-        self.row_N = torch.arange(self.num_slots, device=self.device)
         self._proposed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
@@ -117,7 +116,7 @@ class FirstTokenDecoder(StepFeature):
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, place_R: Tensor
     ) -> ReadRows:
         """Return canvases of which a row predicts one place each."""
-        row_R1 = self.row_N[: len(place_R), None]
+        row_R1 = self.states.number_X[: len(place_R), None]
         source_RC = torch.full_like(canvas.tokens_RC, NO_ROW)
         source_RC.scatter_(1, place_R[:, None], row_R1)
         return ReadRows(canvas, slots_R, slots_np, source_RC)
@@ -136,7 +135,7 @@ class FirstTokenDecoder(StepFeature):
         """
         slots_np, count = rows.slots_np, len(place_R)
         chunk = RowChunk(
-            self.row_N[:count],
+            self.states.number_X[:count],
             logits_XV,
             source_R,
             rows.slots_R,
