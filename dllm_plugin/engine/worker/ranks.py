@@ -18,6 +18,7 @@ from dllm_plugin import __version__
 
 # vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start.
 END_SECONDS = 10.0
+LOOK_SECONDS = 1.0  # between two looks for the parent
 
 
 def compare_options(vllm_config: VllmConfig) -> None:
@@ -54,14 +55,19 @@ def end_at_sigterm(seconds: float = END_SECONDS) -> None:
     # An engine that runs its only rank itself has a handler that drains.
     if parent is None or not multiprocessing.current_process().daemon:
         return
+    above = os.getppid()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.fileno())
 
     def end(writer: socket.socket) -> None:
         """Wait, and keep the writer, which would be closed without a reference."""
-        while parent.sentinel not in wait([reader, parent.sentinel]):
-            if signal.SIGTERM in reader.recv(64):
+        # Ranks that were forked later keep the sentinels of earlier ones open.
+        while os.getppid() == above:
+            found = wait([reader, parent.sentinel], LOOK_SECONDS)
+            if parent.sentinel in found:
+                break
+            if reader in found and signal.SIGTERM in reader.recv(64):
                 break
         time.sleep(seconds)
         os._exit(128 + signal.SIGTERM)
