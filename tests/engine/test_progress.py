@@ -221,4 +221,4 @@ def test_a_long_queue_costs_no_step_time(
     assert max(abs(place - i) for place, i in enumerate(order)) < 3 * SLOTS
     assert min(map(len, seconds.values())) >= 10
     assert median(seconds["long"]) < 1.5 * median(seconds["short"])
-    assert free_pages(llm) == pages and not core.requests and not core.block_length
+    assert free_pages(llm) == pages and not core.requests and not core.records

@@ -28,13 +28,13 @@ MOMENTS = (
 # Before the features were one list, each number was larger by 5: some canvas positions were read
 # or numbered twice.
 OPERATIONS = {
-    ("d2f", False): 360,
-    ("d2f", True): 405,
-    ("block", False): 371,
-    ("block", True): 416,
+    ("d2f", False): 365,
+    ("d2f", True): 410,
+    ("block", False): 376,
+    ("block", True): 421,
 }
 # Of the compiled decision, for one request and for three.
-NODES = {"d2f": [169, 169], "block": [204, 204]}
+NODES = {"d2f": [167, 167], "block": [202, 202]}
 KINDS: dict[str, dict[str, Any]] = {"d2f": D2F, "block": BLOCK}
 
 
