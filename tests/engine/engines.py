@@ -160,6 +160,17 @@ def generate(llm: Any, prompts: Sequence[list[int]], wishes: Any) -> list[Any]:
     return llm.generate(inputs, wishes, use_tqdm=False)
 
 
+def streamed(llm: Any, prompt: list[int], wish: Any) -> str:
+    """Text of a request, of which every output must continue the one before."""
+    engine, text = llm.llm_engine, ""
+    engine.add_request("streamed", {"prompt_token_ids": prompt}, wish)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert output.outputs[0].text.startswith(text)
+            text = output.outputs[0].text
+    return text
+
+
 def token_ids(output: Any) -> list[int]:
     """Tokens of the first completion."""
     return list(output.outputs[0].token_ids)

@@ -22,6 +22,7 @@ from engines import (
     num_preemptions,
     params,
     results,
+    streamed,
     token_ids,
 )
 from grammar_requests import same_for_any_drafts
@@ -285,13 +286,7 @@ def test_a_stop_string_ends_the_text_at_the_same_place(llm: Any) -> None:
     texts = []
     for stride in STRIDES:
         one = params(30, **asked, stop=[stop], dllm_block_length=stride)
-        llm.llm_engine.add_request("stopped", {"prompt_token_ids": prompt}, one)
-        seen = ""
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                assert output.outputs[0].text.startswith(seen)
-                seen = output.outputs[0].text
-        texts.append(seen)
+        texts.append(streamed(llm, prompt, one))
     text = free.outputs[0].text
     assert texts == [text[: text.index(stop)]] * len(STRIDES)
 
