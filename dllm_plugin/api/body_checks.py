@@ -28,7 +28,9 @@ SMALLEST, LARGEST = -(2**63), 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 OBJECTS = ("structured_outputs", "stream_options")
 REFUSAL = "refusal"
-GRAMMARS = re.compile(rb'"(?:structured_outputs|response_format|text|tool_choice)"')
+GRAMMARS = re.compile(
+    rb'"(?:structured_outputs|response_format|tool_choice)"|"text"\s*:\s*\{'
+)
 # vLLM asks a backend that cannot serve a canvas about schemas with `patternProperties`.
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 # Of parameters and a backend; empty for that of the server.
@@ -78,9 +80,10 @@ class BodyChecks:
 
 
 def check_body(body: bytes) -> None:
-    """Raise ValueError for fields that vLLM cannot send to its engine.
+    """Raise ValueError for a body that vLLM would answer with an internal error.
 
-    Those are fields that must be objects, halves of surrogate pairs, and numbers beyond 64 bits.
+    Such a body is in UTF-16, is nested too deep, or has a field of a wrong type, half of a
+    surrogate pair, or a number beyond 64 bits.
     """
     if b"\0" in body[:4] or body.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
@@ -205,11 +208,15 @@ def _grammars(fields: Any) -> Iterator[tuple[str, Any]]:
         _at(fields, "structured_outputs", "json"),
         _at(fields, "text", "format", "schema"),
     ]
-    if _at(fields, "tool_choice") not in (None, "auto", "none"):
-        tools = _at(fields, "tools")
+    choice, tools = _at(fields, "tool_choice"), _at(fields, "tools")
+    mode = choice.get("type") if isinstance(choice, dict) else choice
+    if mode not in (None, "auto", "none"):
+        chosen = _at(choice, "function", "name") or _at(choice, "name")
         for tool in tools if isinstance(tools, list) else ():
-            found.append(_at(tool, "function", "parameters"))
-            found += [_at(tool, "parameters"), _at(tool, "input_schema")]
+            names = (_at(tool, "function", "name"), _at(tool, "name"))
+            if chosen is None or chosen in names:
+                found.append(_at(tool, "function", "parameters"))
+                found += [_at(tool, "parameters"), _at(tool, "input_schema")]
     for schema in found:
         if isinstance(schema, dict):
             yield "json", schema

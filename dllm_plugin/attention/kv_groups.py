@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 class KVGroups(NamedTuple):
     """List arguments of vLLM's `build_attn_metadata` that all steps pass, under vLLM's names.
 
-    positions int64 ``[tokens]``; block_tables int32 ``[requests, pages]``, one per group;
-    slot_mappings int64 ``[groups, tokens]``.
+    max_seq_len, the context; positions int64 ``[tokens]``; block_tables int32
+    ``[requests, pages]``, one per group; slot_mappings int64 ``[groups, tokens]``.
     """
 
     max_seq_len: int
     positions: Tensor
-
     block_tables: "tuple[Tensor, ...] | list[Tensor]"
     slot_mappings: Tensor
     attn_groups: "list[list[AttentionGroup]]"

@@ -1,4 +1,4 @@
-"""List the attention sequences of prompts and resumed texts, on the host.
+"""List attention sequences of prompts and resumed texts on the host, and copy them to the device.
 
 Shape letters: B sequences.
 

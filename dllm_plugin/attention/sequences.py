@@ -121,7 +121,6 @@ class AttentionSequences:
             self.spans = SpanBuffers(max_num_reqs, max_num_tokens, device)
         self.sequences_per_request = sequences_per_canvas(config)
         self.max_sequences = max_sequences(config, max_num_reqs, max_num_tokens)
-        self.canvas_length = states.canvas_NC.shape[1]
         # Under full attention the host knows where the text ends.
         self.ends_exactly = self.method.exact_end and not self.method.full_attention
         each = self.sequences_per_request
@@ -243,10 +242,13 @@ class AttentionSequences:
         if not self.cascade_from or not (is_full or floats):
             return 0
         length, rest = divmod(batch.num_tokens, batch.num_reqs)
+        if rest:
+            return 0
+        if is_full:
+            return length
         spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
         has_prompts = count_canvases(batch) < batch.num_reqs
-        is_mixed = has_prompts or (spans != length).any()
-        return 0 if rest or (is_mixed and not is_full) else length
+        return 0 if has_prompts or (spans != length).any() else length
 
     def eager(
         self, batch: "InputBatch", block_tables: tuple[Tensor, ...]

@@ -261,8 +261,7 @@ class StartLog:
     def _pass_on(self, read: int, stream: int) -> None:
         while text := os.read(read, PIPE_BYTES):
             with self._lock:
-                keeps = self._kept or _FAILURE.search(text)
-                if keeps and not self.is_over:
+                if not self.is_over and (self._kept or _FAILURE.search(text)):
                     self._kept += text
                 else:
                     _write(stream, text)

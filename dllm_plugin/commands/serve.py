@@ -173,6 +173,7 @@ def check_sections(
     """Raise ValueError for a misspelt name of our section, and an option with two values."""
     for key in config:
         question = did_you_mean(key.lower(), [SECTION], cutoff=NEAR)
+        # "llm" is as near as a misspelling, and a name that another plugin may have.
         if key not in (SECTION, "llm") and question:
             raise ValueError(f"{CONFIG} has no section {key!r}{question}")
     for name, value in options.items():

@@ -181,9 +181,7 @@ SERVED: dict[str, tuple[Family, str]] = {
     "StableDiffcoderForCausalLM": (STABLE_DIFFCODER, "llamas:LlamaDiffusion"),
     "NemotronLabsDiffusionModel": (NEMOTRON, "nemotron:NemotronLabsDiffusionModel"),
 }
-FAMILIES: dict[str, Family] = {}
-for architecture, (family, _) in SERVED.items():
-    FAMILIES[architecture] = family
+FAMILIES = {name: family for name, (family, _) in SERVED.items()}
 
 
 D2F = "d2f"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -213,7 +214,7 @@ class DiffusionSampler:
         pairs = np.stack([deciding, guiding])[:, deciding != guiding]
         if not pairs.size:
             return
-        conditional, unconditional = torch.from_numpy(pairs).to(self.states.device)
+        conditional, unconditional = async_tensor_h2d(pairs, device=self.states.device)
         for result in results:
             result[unconditional] = result[conditional]
         slots_R = batch.idx_mapping

@@ -332,13 +332,13 @@ def _of_ranges(ranges: Ranges) -> Token:
 
 def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the union of ranges."""
-    joined: Ranges = []
+    union: Ranges = []
     for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
+        if union and low <= union[-1][1] + 1:
+            union[-1] = (union[-1][0], max(union[-1][1], high))
         else:
-            joined.append((low, high))
-    return joined
+            union.append((low, high))
+    return union
 
 
 def other_characters(ranges: Iterable[tuple[int, int]]) -> Ranges:

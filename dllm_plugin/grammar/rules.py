@@ -225,7 +225,7 @@ class _Parser:
             token = self.tokens[self.at]
             self.at += 1
             if token.kind == "*":
-                if not parts or token.least > (token.most or token.least):
+                if not parts or (token.most is not None and token.least > token.most):
                     raise Unreadable("a repeat of nothing, or of no number")
                 part = self.network.repeat(parts.pop(), token.least, token.most)
                 parts.append(part)

@@ -182,11 +182,8 @@ class Decider:
         self, step: DenoisingStep, stats: RowStats, policies: StepPolicies
     ) -> Proposal:
         """Return token, confidence and score of every canvas position."""
-        slots_R, source_RC, requests = (
-            step.slots_R,
-            step.source_RC,
-            self.states.requests,
-        )
+        slots_R, source_RC = step.slots_R, step.source_RC
+        requests = self.states.requests
         policy_R1 = requests.policy.gpu[slots_R][:, None]
         score_RC = confidence_RC = stats.confidence_T[source_RC]
         scores = self._scores(step, stats, policies)

@@ -201,6 +201,8 @@ class Proposer:
         tokens = (None, rows_T) if chosen else (None,)
         forms = itertools.product(tokens, (None, sampling), (False, True))
         for token_T, one, want_ranking in forms:
+            if token_T is not None and one is not None and not with_automata:
+                continue  # the confidence of chosen tokens is read without sampling
             self._read_copies(copies_TV, slot_T, one, token_T, want_ranking)
 
     def _from_logits(

@@ -137,14 +137,15 @@ class CanvasStates:
 
     def add_request(self, slot: int, data: "NewRequestData") -> None:
         """Start `slot` for a new request, or for one that comes back from preemption."""
-        params, config, states = data.sampling_params, self.config, self.requests
+        params, config = data.sampling_params, self.config
         prompt, known = data.prompt_token_ids, data.prefill_token_ids
         assert params is not None and prompt is not None and known is not None
         request = arguments_of(config, params)
         template, context = request.template, self.max_model_len
         assert params.max_tokens is not None
         end = min(len(prompt) + params.max_tokens, context)
-        states.fill(slot, len(prompt), end, request, params, context)
+        prompt_len = len(prompt)
+        self.requests.fill(slot, prompt_len, end, request, params, context)
         self.templates.add_request(slot, template, end)
         self.early_text_np[slot] = request.early_text
         self.req_id_to_slot[str(data.req_id)] = slot

@@ -101,7 +101,7 @@ def test_seeds_and_scores(served: Served) -> None:
 
 
 def test_echoed_prompts_have_scores(served: Served) -> None:
-    """Where a causal forward computes them, as vLLM's models do."""
+    """If a causal forward computes them, as vLLM's models do."""
     body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     body |= {"echo": True, "logprobs": 1}
     if not served.row.scores_prompts:

@@ -84,7 +84,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 def assert_begins(streams: Sequence[Stream], texts: Sequence[str]) -> None:
     """Each stream has sent the begin of its text. The end of a budget is seen ahead."""
-    for stream, text in zip(streams, texts, strict=False):
+    for stream, text in zip(streams, texts, strict=True):
         common = min(len(stream.text), len(text) // 2)
         assert common and stream.text[:common] == text[:common]
 
@@ -114,14 +114,14 @@ def test_the_engine_is_killed(tmp_path: Path) -> None:
     with serving(
         tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
     ) as server:
-        texts = plain_texts(server, 2)
+        texts = plain_texts(server, 8)
         killed(server, "EngineCore", texts)
         assert "diffuplug: the engine has died" in server.log.read_text()
         port = int(server.url.rpartition(":")[2])
         log = tmp_path / "again"
         with serving(log, *UNBOUND, port=port, **KILLED_SOON) as again:
             assert again.url == server.url
-            assert plain_texts(again, 2) == texts
+            assert plain_texts(again, 8) == texts
             left = processes_of(again)
             again.process.send_signal(signal.SIGKILL)
             assert_gone(left)
@@ -140,7 +140,7 @@ def test_one_of_two_is_killed(
 ) -> None:
     """A rank, the first stage of a pipeline, and a replica, which the other one depends on."""
     with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
-        killed(server, name, plain_texts(server, 2))
+        killed(server, name, plain_texts(server, 8))
 
 
 @pytest.fixture(scope="module")

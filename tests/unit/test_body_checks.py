@@ -119,7 +119,18 @@ def test_schemas_that_vllm_refuses_for_another_backend(body: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "body", [[], {"tools": [{"function": {"parameters": FAR}}]}, {"text": "a"}], ids=str
+    "body",
+    [
+        [],
+        {"tools": [{"function": {"parameters": FAR}}]},
+        {"text": "a"},
+        {"tools": [{"input_schema": FAR}], "tool_choice": {"type": "auto"}},
+        {
+            "tools": [{"name": "a", "input_schema": FAR}, {"name": "b"}],
+            "tool_choice": {"type": "tool", "name": "b"},
+        },
+    ],
+    ids=str,
 )
 def test_bodies_without_such_a_schema(body: Any) -> None:
     check_grammars(json.dumps(body).encode(), verify)

@@ -179,7 +179,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def schema_case(rng: random.Random) -> Case:
-    """A random schema, a part of it behind references."""
+    """A random schema, a part of it by references."""
     schema = random_schema(rng)
     if rng.random() < 0.3:
         properties = {"a": {"$ref": "#/$defs/b"}}

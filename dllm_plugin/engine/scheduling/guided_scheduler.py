@@ -123,6 +123,8 @@ class GuidedScheduler(DiffusionScheduler):
             self.waiting.add_request(other)
 
     def _other_of_pair(self, request_id: str) -> str | None:
+        if not self._unconditional:
+            return None
         if is_unconditional(request_id):
             conditional = unpack_unconditional(request_id)
             return conditional if conditional in self.requests else None
@@ -141,7 +143,10 @@ class GuidedScheduler(DiffusionScheduler):
         self, output: SchedulerOutput, results: ModelRunnerOutput
     ) -> Outputs:
         """Update as vLLM does, without outputs of hidden requests."""
+        has_hidden = bool(self._unconditional)
         outputs = super().update_from_output(output, results)
+        if not has_hidden:
+            return outputs
         # vLLM itself ends a request if its grammar refuses the text.
         widowed = []
         for req_id in self._unconditional:

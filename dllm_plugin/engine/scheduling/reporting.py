@@ -221,8 +221,8 @@ class ReportingScheduler(AsyncScheduler):
     ) -> Outputs:
         """Update as vLLM does; requests with stop strings get counts with each piece.
 
-        vLLM has the log-probabilities of a prompt sent with the forward that computes its end,
-        which brings no token here.
+        vLLM sends the log-probabilities of a prompt with the output of the forward that computes
+        its end. Here that forward brings no token and no output: they wait for the first one.
         """
         steps = begin_step(self.requests, self.watches, results)
         self._of_prompts |= results.prompt_logprobs_dict

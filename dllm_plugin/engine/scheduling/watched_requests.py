@@ -143,16 +143,19 @@ def end_step(
     manager: KVCacheManager,
 ) -> None:
     """Add snapshots, early text and traces to the outputs of a step."""
+    if not steps:
+        return
+    known: dict[str, EngineCoreOutput] = {}
+    for of_client in outputs.values():
+        known |= {output.request_id: output for output in of_client.outputs}
+    silent: set[str] = set()  # their text was sent before, as early text
     for step in steps:
         request = step.request
-        of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-        ids = [output.request_id for output in of_client.outputs]
-        if request.request_id in ids:
-            place = ids.index(request.request_id)
-            output = of_client.outputs[place]
-            says = add_report(step, output, lists)
-            if not (says or output.finished or output.prefill_stats is not None):
-                del of_client.outputs[place]  # early text was sent before
+        found = known.get(request.request_id)
+        if found is not None:
+            says = add_report(step, found, lists)
+            if not (says or found.finished or found.prefill_stats is not None):
+                silent.add(found.request_id)
             continue
         output = EngineCoreOutput(
             request_id=request.request_id,
@@ -167,7 +170,12 @@ def end_step(
         if output.prefill_stats is not None:
             cached = manager.estimate_cached_tokens(request)
             output.prefill_stats.finalize(cached)
+        of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
         of_client.outputs.append(output)
+    if silent:
+        for of_client in outputs.values():
+            left = [each for each in of_client.outputs if each.request_id not in silent]
+            of_client.outputs[:] = left
 
 
 def add_report(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
 from dllm_plugin.state.canvas_states import CanvasStates
@@ -30,20 +30,24 @@ class ThinkingBudget(StepFeature):
 
     def __init__(self, states: CanvasStates) -> None:
         super().__init__(states)
-        self.token = self.staged_table(self.num_slots, torch.int64)
+        self.token = self.staged_table(self.num_slots, torch.int64, NO_TOKEN)
         self.budget = self.staged_table(self.num_slots, torch.int64)
         self.ended_N = states.zeros(torch.bool)
         states.companions.append(self.ended_N)
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the budget of a request."""
-        config = self.states.config
-        asked = request_arguments(config, params.extra_args, params.max_tokens)
+        asked = arguments_of(self.states.config, params)
         budget, token = asked.max_thinking_tokens, asked.end_think_token_id
-        uses = budget is not None and token is not None
-        self.token.write(slot, token if uses else NO_TOKEN)
-        self.budget.write(slot, budget or 0)
-        return uses
+        if budget is None or token is None:
+            return False
+        self.token.write(slot, token)
+        self.budget.write(slot, budget)
+        return True
+
+    def remove_request(self, slot: int) -> None:
+        """Free the budget of a slot."""
+        self.token.write(slot, NO_TOKEN)
 
     def accept(self, step: DenoisingStep) -> None:
         """Replace the first token of the next block if the budget is spent there."""
