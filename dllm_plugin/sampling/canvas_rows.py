@@ -28,6 +28,7 @@ from dllm_plugin.sampling.step import (
     allow_any_length,
 )
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+from dllm_plugin.state.refreshed import positions_of_rows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -268,8 +269,8 @@ class CanvasRows(LogitsRows):
         slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
         count, num_rows = len(slots_R), len(slot_T)
         if self.method.reorders:
-            # As `write_reordered` has written them.
-            offset_T = batch.positions[:num_rows] - self.states.start_N[slot_T]
+            # Not `batch.positions`: the main stream may still have to write these.
+            offset_T = positions_of_rows(batch, self.states)
         if self.causal_commit:
             shifts_T = self._shifts(plan).repeat_interleave(
                 step.drafts_R, output_size=num_rows

@@ -31,7 +31,7 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     _write(batch, all_token_ids_NL, counts, bounds[:-1], computed)
 
 
-def _positions_of_rows(batch: "InputBatch", states: CanvasStates) -> Tensor:
+def positions_of_rows(batch: "InputBatch", states: CanvasStates) -> Tensor:
     """Return which canvas position each canvas row of a window's forward is, int64 ``[T]``."""
     slots_R = batch.idx_mapping[: count_canvases(batch)]
     canvas_NC, mask_id = states.canvas_NC, states.config.mask_token_id
@@ -45,7 +45,7 @@ def write_reordered(batch: "InputBatch", states: CanvasStates) -> None:
     if not count_canvases(batch):
         return
     slot_T = batch.expanded_idx_mapping
-    place_T = _positions_of_rows(batch, states)
+    place_T = positions_of_rows(batch, states)
     count, ids, positions = len(place_T), batch.input_ids, batch.positions
     ids[:count] = states.canvas_NC[slot_T, place_T].to(ids.dtype)
     positions[:count] = (states.start_N[slot_T] + place_T).to(positions.dtype)
