@@ -188,107 +188,6 @@ class ServerEnds(GracefulHTTPError, RetryableRequestError):
         super().__init__(CUT, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-class Lifecycle:
-    """Pass every request on, and watch the start and the end of the application."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request, or the start and end of the application."""
-        if scope["type"] != "lifespan":
-            await self.handle(scope, receive, send)
-            return
-        state = scope["app"].state
-        state.lifecycle = end = End(state)
-        tasks = []
-
-        async def sending(message: Message) -> None:
-            await send(message)
-            if message["type"] == "lifespan.startup.complete":
-                tasks.append(asyncio.create_task(end.cut_streams()))
-                # In the place of vLLM, which handles it as SIGTERM.
-                loop = asyncio.get_running_loop()
-                loop.add_signal_handler(signal.SIGINT, end.interrupt)
-                if is_first(state):
-                    tasks.append(asyncio.create_task(announce(scope["app"])))
-
-        async def receiving() -> Message:
-            message = await receive()
-            if message["type"] == "lifespan.shutdown":
-                end.set_status()
-            return message
-
-        await self.app(scope, receiving, sending)
-        if end.interrupted:
-            end_now(INTERRUPTED)
-        for task in tasks:
-            task.cancel()
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse a new one while running requests end.
-
-        `/health` then fails, so that balancers send no more requests.
-        """
-        if scope["type"] == "http" and (
-            scope["method"] == "POST" or scope["path"].endswith(HEALTH)
-        ):
-            end: End | None = scope["app"].state.lifecycle
-            if end is not None and end.is_asked_for():
-                await ending_reply()(scope, receive, send)
-                return
-            if end is not None and scope["path"].endswith((MESSAGES, RESPONSES)):
-                await self.handle_until_cut(scope, receive, send, end.is_cut)
-                return
-        await self.app(scope, receive, send)
-
-    async def handle_until_cut(
-        self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Event
-    ) -> None:
-        """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
-        number, streams = 0, False
-
-        async def counting(message: Message) -> None:
-            nonlocal number, streams
-            number += message.get("body", b"").count(EVENT)
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            streams = streams or kind.startswith(b"text/event-stream")
-            await send(message)
-
-        running = asyncio.ensure_future(self.app(scope, receive, counting))
-        waiting = asyncio.ensure_future(cut.wait())
-        try:
-            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if running.done() or not streams:
-                await running
-                return
-            running.cancel()
-            await asyncio.wait((running,))
-        finally:
-            running.cancel()
-            waiting.cancel()
-        await send(
-            {"type": "http.response.body", "body": error_event(scope["path"], number)}
-        )
-
-
-def error_event(path: str, number: int) -> bytes:
-    """Return the event that ends a cut stream after `number` events."""
-    error: dict[str, Any] = {"type": "error", "message": CUT}
-    if path.endswith(MESSAGES):
-        error = {"type": "error", "error": error | {"type": "overloaded_error"}}
-    else:
-        error |= {"code": "server_error", "param": None, "sequence_number": number}
-    return EVENT + f"error\ndata: {json.dumps(error)}\n\n".encode()
-
-
-def ending_reply() -> JSONResponse:
-    """Return the reply to requests that come while the server ends."""
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    error = {"message": ENDING, "type": "ServiceUnavailableError", "code": status}
-    return JSONResponse({"error": error}, status, {"Connection": "close"})
-
-
 class End:
     """End a server so that its clients and supervisors see what happened."""
 
@@ -353,6 +252,128 @@ class End:
             print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
             # After this call, and outside of it: servers keep what applications raise.
             asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
+
+
+class Lifecycle:
+    """Pass every request on, and watch the start and the end of the application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, or the start and end of the application."""
+        if scope["type"] != "lifespan":
+            await self.handle(scope, receive, send)
+            return
+        state = scope["app"].state
+        state.lifecycle = end = End(state)
+        tasks = []
+
+        async def sending(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                tasks.append(asyncio.create_task(end.cut_streams()))
+                # In the place of vLLM, which handles it as SIGTERM.
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGINT, end.interrupt)
+                if is_first(state):
+                    tasks.append(asyncio.create_task(announce(scope["app"])))
+
+        async def receiving() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                end.set_status()
+            return message
+
+        await self.app(scope, receiving, sending)
+        if end.interrupted:
+            end_now(INTERRUPTED)
+        for task in tasks:
+            task.cancel()
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse a new one while running requests end.
+
+        `/health` then fails, so that balancers send no more requests.
+        """
+        if scope["type"] == "http" and (
+            scope["method"] == "POST" or scope["path"].endswith(HEALTH)
+        ):
+            end: End | None = scope["app"].state.lifecycle
+            if end is not None and end.is_asked_for():
+                await ending_reply()(scope, receive, send)
+                return
+            if end is not None:
+                await self.handle_until_end(scope, receive, send, end)
+                return
+        await self.app(scope, receive, send)
+
+    async def handle_until_end(
+        self, scope: Scope, receive: Receive, send: Send, end: End
+    ) -> None:
+        """Pass a request on; refuse it if the renderer ends before it has read the request."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            if scope["path"].endswith((MESSAGES, RESPONSES)):
+                await self.handle_until_cut(scope, receive, sending, end.is_cut)
+            else:
+                await self.app(scope, receive, sending)
+        except RuntimeError:  # of the renderer's threads, which take nothing new
+            if started or not end.is_asked_for():
+                raise
+            await ending_reply()(scope, receive, send)
+
+    async def handle_until_cut(
+        self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Event
+    ) -> None:
+        """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
+        number, streams = 0, False
+
+        async def counting(message: Message) -> None:
+            nonlocal number, streams
+            number += message.get("body", b"").count(EVENT)
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            streams = streams or kind.startswith(b"text/event-stream")
+            await send(message)
+
+        running = asyncio.ensure_future(self.app(scope, receive, counting))
+        waiting = asyncio.ensure_future(cut.wait())
+        try:
+            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+            if running.done() or not streams:
+                await running
+                return
+            running.cancel()
+            await asyncio.wait((running,))
+        finally:
+            running.cancel()
+            waiting.cancel()
+        await send(
+            {"type": "http.response.body", "body": error_event(scope["path"], number)}
+        )
+
+
+def error_event(path: str, number: int) -> bytes:
+    """Return the event that ends a cut stream after `number` events."""
+    error: dict[str, Any] = {"type": "error", "message": CUT}
+    if path.endswith(MESSAGES):
+        error = {"type": "error", "error": error | {"type": "overloaded_error"}}
+    else:
+        error |= {"code": "server_error", "param": None, "sequence_number": number}
+    return EVENT + f"error\ndata: {json.dumps(error)}\n\n".encode()
+
+
+def ending_reply() -> JSONResponse:
+    """Return the reply to requests that come while the server ends."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    error = {"message": ENDING, "type": "ServiceUnavailableError", "code": status}
+    return JSONResponse({"error": error}, status, {"Connection": "close"})
 
 
 def is_first(state: Any) -> bool:

@@ -194,16 +194,16 @@ def test_readers_that_stop_or_vanish(drained: Server) -> None:
 def test_drained(drained: Server) -> None:
     """What runs ends as if nobody had asked, what comes is refused, and the status is 0."""
     texts = plain_texts(drained, 4)
-    streams = start_streams(drained.url, 4, LONG)
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
     processes = processes_of(drained)
-    drained.process.send_signal(signal.SIGTERM)
-    body, began = {"model": "tiny", "prompt": "a", "max_tokens": 1}, time.monotonic()
-    while (
-        httpx.post(f"{drained.url}/v1/completions", json=body, timeout=60).status_code
-        < 500
-    ):
-        assert time.monotonic() - began < 30, "it takes requests"
-    assert httpx.get(f"{drained.url}/health", timeout=60).status_code == 503
+    # Made before: streams may end while a client reads its certificates.
+    with httpx.Client(base_url=drained.url, timeout=60) as client:
+        streams = start_streams(drained.url, 4, LONG)
+        drained.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        while client.post("/v1/completions", json=body).status_code < 500:
+            assert time.monotonic() - began < 30, "it takes requests"
+        assert client.get("/health").status_code == 503
     drained.process.send_signal(signal.SIGTERM)  # once more, which changes nothing
     join(streams, PATIENCE)
     assert [stream.text for stream in streams] == texts

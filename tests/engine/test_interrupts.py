@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,22 +186,37 @@ def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
         assert server.process.wait(timeout=60) == 0
 
 
-def wait_for_refusal(server: Server) -> httpx.Response:
-    """The reply to the first new request that a server which ends does not take."""
-    deadline = time.monotonic() + 30
-    while True:
-        reply = server.post("completions", {"prompt": [10], "max_tokens": 1})
-        if reply.status_code != 200 or time.monotonic() > deadline:
-            return reply
+def post_until_refused(url: str, replies: list[httpx.Response]) -> None:
+    """Send short requests one after the other until the server takes no more."""
+    body = {"prompt": [10], "max_tokens": 1}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not replies or replies[-1].status_code == 200:
+            try:
+                replies.append(client.post("/v1/completions", json=body))
+            except httpx.TransportError:  # the server has ended
+                return
 
 
 def test_sigterm_lets_streams_end_by_default(server: Server) -> None:
     streams = start_streams(server.url, 4, 200)
+    replies: list[httpx.Response] = []
+    threads = []
+    for _ in range(4):
+        arguments = (server.url, replies)
+        thread = threading.Thread(target=post_until_refused, args=arguments)
+        thread.start()
+        threads.append(thread)
     os.kill(front_end(server), signal.SIGTERM)
-    refused = wait_for_refusal(server)
-    assert refused.status_code == 503 and "takes no new requests" in refused.text
     join(streams, 30)
     assert [(s.error, s.reason) for s in streams] == [("", "length")] * len(streams)
+    for thread in threads:
+        thread.join(60)
+    # Also the ones that were being read when the signal came.
+    refused = [reply for reply in replies if reply.status_code != 200]
+    assert refused
+    for reply in refused:
+        assert reply.status_code == 503, reply.text
+        assert "takes no new requests" in reply.text
     assert server.process.wait(timeout=60) == 0
 
 
