@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import (
     OF_COMPILERS,
+    SENT_AS,
     check_expressions,
     refusal_of,
 )
@@ -172,7 +173,9 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         return  # the route refuses it with the place of the error
-    for kind, spec in _grammars(fields):
+    for field, kind, spec in _grammars(fields):
+        # Read by the checks of the engine's client as well.
+        SENT_AS.set(field)
         asked = StructuredOutputsParams(**{kind: spec})
         try:
             verify(SamplingParams(structured_outputs=asked), "")
@@ -192,21 +195,21 @@ def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
     except VLLMValidationError as error:
         return refusal_of("json", error)
     return (
-        "A JSON schema of this request has patternProperties beside keywords that xgrammar does "
-        "not read: write it without one of them, or start with "
+        f"{SENT_AS.get()} has patternProperties beside keywords that xgrammar does not read: "
+        "write it without one of them, or start with "
         "--structured-outputs-config.backend guidance."
     )
 
 
-def _grammars(fields: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the text of grammars that hold a reply."""
+def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield the field, the kind and the text of grammars that hold a reply."""
     for kind in ("regex", "grammar", "json"):
         if isinstance(spec := _at(fields, "structured_outputs", kind), str):
-            yield kind, spec
+            yield f"structured_outputs {kind}", kind, spec
     found = [
-        _at(fields, "response_format", "json_schema", "schema"),
-        _at(fields, "structured_outputs", "json"),
-        _at(fields, "text", "format", "schema"),
+        ("response_format", _at(fields, "response_format", "json_schema", "schema")),
+        ("structured_outputs json", _at(fields, "structured_outputs", "json")),
+        ("text", _at(fields, "text", "format", "schema")),
     ]
     choice, tools = _at(fields, "tool_choice"), _at(fields, "tools")
     mode = choice.get("type") if isinstance(choice, dict) else choice
@@ -215,11 +218,12 @@ def _grammars(fields: Any) -> Iterator[tuple[str, Any]]:
         for tool in tools if isinstance(tools, list) else ():
             names = (_at(tool, "function", "name"), _at(tool, "name"))
             if chosen is None or chosen in names:
-                found.append(_at(tool, "function", "parameters"))
-                found += [_at(tool, "parameters"), _at(tool, "input_schema")]
-    for schema in found:
+                found.append(("tools", _at(tool, "function", "parameters")))
+                found.append(("tools", _at(tool, "parameters")))
+                found.append(("tools", _at(tool, "input_schema")))
+    for field, schema in found:
         if isinstance(schema, dict):
-            yield "json", schema
+            yield field, "json", schema
 
 
 def _at(value: Any, *names: str) -> Any:

@@ -23,6 +23,8 @@ from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
+    check_listed,
+    check_readable,
     refuse_unserved_files,
     with_architecture,
 )
@@ -278,6 +280,9 @@ def _checked_config(model: str) -> dict[str, Any]:
     refuse_unserved_files(model, config)
     if folder.is_dir() and not any(any(folder.glob(form)) for form in WEIGHTS):
         raise ValueError(f"the folder {model} holds no weights (*.safetensors)")
+    if folder.is_dir():
+        check_listed(folder)
+        check_readable(folder)
     return config
 
 

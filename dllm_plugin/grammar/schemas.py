@@ -85,6 +85,23 @@ def most_values(schema: Any) -> int:
     return most
 
 
+def least_names(schema: Any) -> int:
+    """Return a `minProperties` that equal names would reach; 0 if a schema has none.
+
+    Backends keep apart the names of `properties`, and not those that a text chooses.
+    """
+    for one in _every(schema):
+        least, required = one.get("minProperties"), one.get("required")
+        is_closed = one.get("additionalProperties") is False
+        if is_closed and "patternProperties" not in one:
+            continue
+        named = len(set(map(str, required))) if isinstance(required, list) else 0
+        is_object = "object" in (_kinds(one) or TYPES.values())
+        if isinstance(least, int) and least > named + 1 and is_object:
+            return least
+    return 0
+
+
 def patterns_of(schema: Any) -> Iterator[str]:
     """Yield the regular expressions of a schema."""
     for one in _every(schema):

@@ -97,6 +97,17 @@ def test_schemas_with_names_by_pattern(server: Server) -> None:
         reply = server.post(route, refused)
         assert reply.status_code == 400 and "utlines" not in reply.text
         assert "has a $ref to https://example.com/a.json" in reply.text
+    # What the engine's client refuses names the field of the body, too.
+    several = {"type": "object", "minProperties": 2}
+    for field, body in {
+        "response_format": body_of(PROBLEMS[0], response_format=form_of(several)),
+        "structured_outputs json": body_of(
+            PROBLEMS[0], structured_outputs={"json": several}
+        ),
+    }.items():
+        reply = server.post("chat/completions", body)
+        assert reply.status_code == 400
+        assert f"{field} has minProperties 2" in reply.json()["error"]["message"]
 
 
 def test_counts_say_which_way_was_taken(server: Server) -> None:

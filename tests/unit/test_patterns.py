@@ -132,6 +132,37 @@ def test_patterns_of_schemas_that_are_refused(
         assert words in str(raised.value)
 
 
+OPEN: dict[str, Any] = {"type": "object", "minProperties": 2}
+BY_PATTERN = {"patternProperties": {"^x": {}}, "additionalProperties": False}
+NAMED = {"properties": {"a": {}, "b": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_read"),
+    [
+        (OPEN, False),
+        ({"items": OPEN | BY_PATTERN}, False),
+        ({"properties": {"c": {"minProperties": 3, "required": ["a"]}}}, False),
+        (OPEN | {"minProperties": 1}, True),
+        (OPEN | {"required": ["a"]}, True),
+        (OPEN | NAMED, True),
+        (OPEN | {"type": "string"}, True),
+        ({"properties": {"minProperties": {"const": 2}}}, True),
+    ],
+    ids=str,
+)
+def test_a_count_of_names_that_a_text_chooses(
+    schema: dict[str, Any], is_read: bool
+) -> None:
+    """Two equal names would be one property."""
+    asked = StructuredOutputsParams(json=schema)
+    if is_read:
+        check_expressions(asked)
+        return
+    with pytest.raises(ValueError, match=r"json has minProperties \d, and no backend"):
+        check_expressions(asked)
+
+
 def test_many_categories_are_left_to_the_backend() -> None:
     """Written out they would be too long."""
     check_expressions(StructuredOutputsParams(regex=r"\p{L}" * 11))

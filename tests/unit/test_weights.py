@@ -10,7 +10,8 @@ from forwards import forward
 from safetensors.torch import load_file, save_file
 
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.models.checkpoints.weights import check_readable, checkpoint_folder
+from dllm_plugin.models.checkpoints.unserved import check_readable
+from dllm_plugin.models.checkpoints.weights import checkpoint_folder
 
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 HEAD = {"tiny-llada": "model.transformer.ff_out.weight", "tiny-dream": "lm_head.weight"}

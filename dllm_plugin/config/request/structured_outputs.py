@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,7 +16,7 @@ from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.validation import shown
 from dllm_plugin.grammar.patterns import LeftWhole, read_tokens, written_out
-from dllm_plugin.grammar.schemas import patterns_of
+from dllm_plugin.grammar.schemas import least_names, patterns_of
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
 # Parameters of a request that no backend of vLLM 0.32 reads.
@@ -41,6 +42,8 @@ REASONS = (
     (r"for integer range", "a bound beyond 64 bits"),
 )
 MOST_SHOWN = 200  # characters of a reason
+# The field of a request's body that has its JSON schema.
+SENT_AS: ContextVar[str] = ContextVar("SENT_AS", default="structured_outputs json")
 OF_COMPILERS = re.compile("Grammar error|Invalid grammar|Failed to transform|Regex ")
 
 
@@ -58,14 +61,15 @@ def refusal_of(kind: str, error: object) -> str:
     else:
         words = text.removeprefix("Grammar error: ").partition("\n")[0]
         reason = f"an error ({words})"
+    field = SENT_AS.get() if kind == "json" else f"structured_outputs {kind}"
     return (
-        f"structured_outputs {kind} has {reason[:MOST_SHOWN]}: no backend of this server reads "
-        "that, so write it without."
+        f"{field} has {reason[:MOST_SHOWN]}: no backend of this server reads that, so write it "
+        "without."
     )
 
 
 def check_expressions(asked: StructuredOutputsParams) -> None:
-    """Raise ValueError for an expression, or a pattern in a schema, that backends misread."""
+    """Raise ValueError for an expression, a pattern or a count that backends misread."""
     if asked.regex:
         try:
             written_out(asked.regex)
@@ -82,8 +86,14 @@ def check_expressions(asked: StructuredOutputsParams) -> None:
         except ValueError as error:
             refusal = str(error)
         raise ValueError(
-            f"structured_outputs json has the pattern {shown(text)}, which {refusal}: write it "
-            "with characters, classes, groups, | and repeats."
+            f"{SENT_AS.get()} has the pattern {shown(text)}, which {refusal}: write it with "
+            "characters, classes, groups, | and repeats."
+        )
+    if least := least_names(schema_of(asked)):
+        raise ValueError(
+            f"{SENT_AS.get()} has minProperties {least}, and no backend keeps apart the names "
+            "that a text chooses: require names of properties, or set additionalProperties to "
+            "false."
         )
 
 

@@ -31,7 +31,11 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from dllm_plugin.config.request.structured_outputs import refusal_of, schema_of
+from dllm_plugin.config.request.structured_outputs import (
+    SENT_AS,
+    refusal_of,
+    schema_of,
+)
 from dllm_plugin.engine.grammars.automata import OwnGrammar
 from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
@@ -313,7 +317,7 @@ def check_readable(params: SamplingParams) -> None:
         return
     if not asked._backend_was_auto:
         raise ValueError(
-            f"structured_outputs json has {loose!r}, which xgrammar does not read as a whole: "
+            f"{SENT_AS.get()} has {loose!r}, which xgrammar does not read as a whole: "
             "start with --structured-outputs-config.backend auto or guidance."
         )
     if refusal := _refusal(params):

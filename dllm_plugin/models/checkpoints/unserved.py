@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from dllm_plugin.models.checkpoints.trained_for import (
     checkpoint_names,
     model_names,
@@ -207,6 +209,45 @@ def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
         generation = {}
     found = with_architecture({**generation, **config})
     refuse_unserved(found, names, folder=folder)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def check_listed(folder: Path) -> None:
+    """Raise ValueError if the index of a whole checkpoint lists a file that is not there."""
+    index = folder / INDEX
+    if not index.is_file():
+        return
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        absent = [name for name in sorted(set(names)) if not (folder / name).is_file()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(
+            f"Cannot read '{index}': it lists no files of weights; download it again."
+        ) from None
+    if absent:
+        raise ValueError(
+            f"The folder {folder} lacks '{absent[0]}', which its {INDEX} lists: download it."
+        )
+
+
+def check_readable(folder: Path) -> None:
+    """Raise ValueError with the first safetensors file whose header and length disagree."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_dir():
+            raise ValueError(f"Cannot read '{path}': it is a folder.")
+        try:
+            # Without a framework nothing but the header is read.
+            with safe_open(path, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"Cannot read '{path}': the file is truncated or damaged ({error}); "
+                "download it again."
+            ) from error
+        except OSError as error:
+            raise ValueError(f"Cannot read '{path}': {error}.") from error
 
 
 # Keys of published configs that change nothing of what a served model computes: of training, of

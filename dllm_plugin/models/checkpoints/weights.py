@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from dllm_plugin.models.checkpoints import layouts
+from dllm_plugin.models.checkpoints.unserved import check_readable
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Shapes = dict[str, tuple[int, ...]]
@@ -180,19 +181,6 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     )
     if folder is not None and load_config.load_format != "dummy":
         check_readable(folder)
-
-
-def check_readable(folder: Path) -> None:
-    """Raise ValueError with the first safetensors file whose header and length disagree."""
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(
-                f"Cannot read '{path}': the file is truncated or damaged ({error}); "
-                "download it again."
-            ) from error
 
 
 def readable(
