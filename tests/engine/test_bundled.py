@@ -6,11 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from documented import blocks, example_of
+from engines import CHECKPOINTS
 from forked import PYTHON
 
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
@@ -217,6 +221,64 @@ def test_accuracy_by_width(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, lines)))
     output = run(*command[:-1], "8", "--questions", str(tmp_path / "q.jsonl"))
     assert json.loads(output.strip().splitlines()[-1])["rows"]["8"]["accuracy"] == 0.5
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serve a tiny checkpoint as a hub does, and keep what is asked of it."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.reply()
+
+    def do_GET(self) -> None:
+        self.reply()
+
+    def reply(self) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(f"{self.command} {path} {self.headers['Range']}")
+        file = CHECKPOINTS / "tiny-sdar" / path.rpartition("/")[2]
+        names = [{"rfilename": one.name} for one in file.parent.iterdir()]
+        body = json.dumps(
+            {"id": "some/sdar", "sha": COMMIT, "siblings": names}
+        ).encode()
+        status = 200
+        if "/tree/" in path:
+            body = b"[]"
+        elif "/resolve/" in path:
+            status = 200 if file.is_file() else 404
+            body = file.read_bytes() if file.is_file() else b""
+        self.send_response(status)
+        self.send_header("ETag", f'"{file.name}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Error-Code", "EntryNotFound" if status == 404 else "")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+COMMIT = "a" * 40
+
+
+def test_doctor_of_a_model_on_the_hub(tmp_path: Path) -> None:
+    """It says whether the model fits; weights are not fetched, but for a header."""
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    variables = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    # Not by a fork, which would have read the variables of its parent.
+    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "doctor", "some/sdar"]
+    output = run(*command, **variables)
+    hub.shutdown()
+    hub.server_close()
+    assert "family sdar" in output
+    assert re.search(r"^  fits: +\d+ such requests at once", output, re.M)
+    weights = [one for one in Hub.asked if "GET" in one and ".safetensors" in one]
+    assert weights and all("bytes=0-" in one for one in weights)
 
 
 def test_doctor_says_which_width_a_load_would_get() -> None:

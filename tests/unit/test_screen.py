@@ -137,3 +137,46 @@ def test_a_signal_ends_a_command(number: signal.Signals, start: Start) -> None:
         and "log" not in err
     )
     assert started.logs() == []
+
+
+# `serve` without an engine: a child writes as vLLM does, with an error amid the lines.
+START = """
+import subprocess, sys
+from dllm_plugin.commands import interrupts, phases
+
+try:
+    with phases.start_log(True):
+        print("a line before", flush=True)
+        if sys.argv[1] != "quiet":
+            subprocess.run("echo ERROR ValueError: no memory >&2; echo more >&2", shell=True)
+        if sys.argv[1] == "fail":
+            raise RuntimeError("initialization failed")
+        phases.end_start()
+        print("ready", file=sys.stderr, flush=True)
+except interrupts.StartError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("way", ["quiet", "recovers", "fail"])
+def test_the_log_of_a_start(way: str, tmp_path: Path) -> None:
+    """It is passed on up to an error; what follows goes to a file if the start fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, way],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    kept = "ERROR ValueError: no memory\nmore\n"
+    assert done.stdout == "a line before\n"
+    if way != "fail":
+        assert done.stderr == (kept if way == "recovers" else "") + "ready\n"
+        assert not [*tmp_path.iterdir()]
+        return
+    (log,) = tmp_path.iterdir()
+    assert log.read_text() == kept
+    assert done.stderr.splitlines() == [
+        f"diffuplug: vLLM's log: {log}",
+        "the engine did not start (cause: no memory)",
+    ]
