@@ -1,5 +1,6 @@
 """Show the phase of a command, while a file stores what vLLM prints."""
 
+import logging
 import os
 import re
 import select
@@ -29,6 +30,7 @@ LOOK_SECONDS = 0.2
 WAIT_SECONDS = 0.25  # for pipes that Python's resource tracker keeps open
 PIPE_BYTES = 1 << 16
 SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
+OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
 _STARTING: list["StartLog"] = []
 _FAILURE = re.compile(rb"\bERROR\b|^Traceback", re.MULTILINE)
@@ -295,3 +297,23 @@ def end_start() -> None:
     """Print what was kept of the start, and from now on everything at once."""
     while _STARTING:
         _STARTING.pop().end()
+
+
+def is_quiet() -> bool:
+    """Return whether vLLM logs only warnings, which is our default."""
+    return os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING"
+
+
+def quieten() -> None:
+    """Print what DiffuPlug logs in place of what vLLM and uvicorn repeat."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("diffuplug: %(message)s"))
+    logger = logging.getLogger("diffuplug")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if is_quiet():
+        uvicorn = logging.getLogger("uvicorn.error")
+        uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
+    rates = logging.getLogger("vllm.v1.metrics.loggers")
+    rates.addFilter(lambda record: not str(record.msg).startswith(OF_DRAFTS))

@@ -10,7 +10,6 @@ starts it again.
 import argparse
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -39,14 +38,13 @@ from dllm_plugin.commands.interrupts import (
 )
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
 from dllm_plugin.commands.options import UNRECOGNIZED, flag_of
-from dllm_plugin.commands.phases import end_start, start_log
+from dllm_plugin.commands.phases import end_start, is_quiet, quieten, start_log
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.decoding.families import FAMILIES
 
 MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
-OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
 
 POLL_SECONDS = 0.05
@@ -155,26 +153,6 @@ def refuse_unknown(model: str) -> None:
         raise ValueError(
             f"{why_unserved(model, config)}; vLLM does not serve it either"
         )
-
-
-def is_quiet() -> bool:
-    """Return whether vLLM logs only warnings, which is our default."""
-    return os.environ.get("VLLM_LOGGING_LEVEL") == "WARNING"
-
-
-def quieten() -> None:
-    """Print what DiffuPlug logs in place of what vLLM and uvicorn repeat."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("diffuplug: %(message)s"))
-    logger = logging.getLogger("diffuplug")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if is_quiet():
-        uvicorn = logging.getLogger("uvicorn.error")
-        uvicorn.addFilter(lambda record: record.levelno > logging.INFO)
-    rates = logging.getLogger("vllm.v1.metrics.loggers")
-    rates.addFilter(lambda record: not str(record.msg).startswith(OF_DRAFTS))
 
 
 class ServerEnds(GracefulHTTPError, RetryableRequestError):
