@@ -173,7 +173,7 @@ def _reads(name: str, known: Option, strategy: str, family: str) -> bool:
         return name in method.options
     if method.causal and name in REFUSED:
         return False
-    if method.inserts and name in REFUSED and name != "frames":
+    if method.inserts and name in ("early_text", "trace"):
         return False
     return not known.needs or bool(getattr(method, known.needs))
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import DRAFTS, GRAMMAR
 from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
@@ -31,14 +32,25 @@ class GrammarLoop(Loop):
 
     vocab, mask, eos = VOCAB, MASK, EOS
 
-    def __init__(self, dllm: dict[str, Any], shift: bool = False) -> None:
-        super().__init__(dllm, shift, max_model_len=CONTEXT)
+    def __init__(
+        self,
+        dllm: dict[str, Any],
+        shift: bool = False,
+        config: DecodeConfig | None = None,
+    ) -> None:
+        super().__init__(dllm, shift, max_model_len=CONTEXT, config=config)
         self.grammars: dict[str, CanvasGrammar] = {}
         self.automata: dict[str, AutomatonGrammar] = {}
 
-    def begin(self, script: Script, params: Any, grammar: OwnGrammar | None) -> Run:
+    def begin(
+        self,
+        script: Script,
+        params: Any,
+        grammar: OwnGrammar | None,
+        prompt: Sequence[int] = (5, 6, 7),
+    ) -> Run:
         """Admit a request."""
-        run = self.start([5, 6, 7], script, params)
+        run = self.start(list(prompt), script, params)
         if isinstance(grammar, CanvasGrammar):
             self.grammars[run.req_id] = grammar
         elif isinstance(grammar, AutomatonGrammar):

@@ -142,8 +142,6 @@ def check_windows(config: "DecodeConfig", given: Mapping[str, Any]) -> None:
 
 def without_grammars(config: "DecodeConfig") -> str:
     """Return why an engine has no grammars; empty if it has."""
-    if config.moves_tokens:
-        return config.moves_tokens
     if not config.method.floats:
         return ""
     return f"cannot be combined with adaptive {config.adaptive!r}: start with adaptive 'off'"

@@ -214,6 +214,12 @@ def layout_of(
 DEFAULTS = SamplingParams()
 
 
+def has_grammar(params: SamplingParams) -> bool:
+    """Return whether structured output is asked for."""
+    asked = params.structured_outputs
+    return asked is not None and not asked.all_constraints_none()
+
+
 @dataclass(frozen=True)
 class Case:
     """Store a request with its engine and its parameters of vLLM.
@@ -231,8 +237,7 @@ class Case:
     @property
     def has_grammar(self) -> bool:
         """Return whether structured output is asked for."""
-        asked = self.params.structured_outputs
-        return asked is not None and not asked.all_constraints_none()
+        return has_grammar(self.params)
 
     @property
     def edits(self) -> bool:

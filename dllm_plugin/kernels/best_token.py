@@ -15,15 +15,21 @@ TILE = 8192
 NO_TOKEN = 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_ptr", "wanted_ptr", "banned_ptr"])
+INDEX_PTRS = ["row_ptr", "wanted_ptr", "banned_ptr", "bias_row_ptr"]
+
+
+@triton.jit(do_not_specialize_on_alignment=INDEX_PTRS)
 def _find_best(
     x_ptr,
     x_stride,
     row_ptr,
     wanted_ptr,
     banned_ptr,
+    bias_ptr,
+    bias_row_ptr,
     out_ptr,
     vocab_size,
+    HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
     NO_TOKEN: tl.constexpr,
 ):
@@ -42,6 +48,10 @@ def _find_best(
             x = tl.load(
                 x_ptr + row * x_stride + column, mask=inside, other=float("-inf")
             ).to(tl.float32)
+            if HAS_BIAS:
+                bias_row = tl.load(bias_row_ptr + place).to(tl.int64)
+                bias = bias_ptr + bias_row * vocab_size + column
+                x += tl.load(bias, mask=inside, other=0.0)
             highest = tl.max(x, 0)
             lowest = tl.min(tl.where(x == highest, column, NO_TOKEN), 0)
             token = tl.where(highest > best, lowest, token)
@@ -50,7 +60,12 @@ def _find_best(
 
 
 def best_token(
-    logits_XV: Tensor, row_N: Tensor, wanted_N: Tensor, banned_N3: Tensor
+    logits_XV: Tensor,
+    row_N: Tensor,
+    wanted_N: Tensor,
+    banned_N3: Tensor,
+    bias_MV: Tensor | None,
+    bias_row_N: Tensor,
 ) -> Tensor:
     """Find as the reference does, without waiting for the device."""
     vocab_size = logits_XV.shape[1]
@@ -63,8 +78,11 @@ def best_token(
         row_N,
         wanted_N,
         banned_N3,
+        logits_XV if bias_MV is None else bias_MV,
+        bias_row_N,
         out_N,
         vocab_size,
+        HAS_BIAS=bias_MV is not None,
         TILE=TILE,
         NO_TOKEN=NO_TOKEN,
         num_warps=8,
@@ -73,16 +91,24 @@ def best_token(
 
 
 def best_token_reference(
-    logits_XV: Tensor, row_N: Tensor, wanted_N: Tensor, banned_N3: Tensor
+    logits_XV: Tensor,
+    row_N: Tensor,
+    wanted_N: Tensor,
+    banned_N3: Tensor,
+    bias_MV: Tensor | None,
+    bias_row_N: Tensor,
 ) -> Tensor:
     """Return the best token of rows `row_N` but for theirs of `banned_N3`: int64 ``[N]``.
 
-    Rows that are not wanted have 0. The last axis of the logits must be dense.
+    To each row its row of `bias_MV` is added, if there are biases. Rows that are not wanted
+    have 0. The last axis of the logits must be dense.
     """
     out_N = torch.zeros_like(row_N, dtype=torch.int64)
     if not wanted_N.any():
         return out_N
     rows_MV = logits_XV[row_N[wanted_N]]
+    if bias_MV is not None:
+        rows_MV = rows_MV.to(torch.float32) + bias_MV[bias_row_N[wanted_N]]
     rows_MV.scatter_(1, banned_N3[wanted_N], float("-inf"))
     out_N[wanted_N] = rows_MV.argmax(dim=1)
     return out_N

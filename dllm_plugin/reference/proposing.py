@@ -24,18 +24,20 @@ UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS, CAUSAL_BLOCKS, STRUCTURE)
 
 
 def propose(
-    text: Text, logits: Tensor, positions: list[int], step: int, samples: bool = True
+    text: Text, logits: Tensor, positions: list[int], step: int, edits: bool = False
 ) -> Proposals:
     """Propose a token for positions by their logits ``[N, V]``.
 
     `step` selects the random numbers. Loops of LLaDA and Stable-DiffCoder read
     confidences before temperature, all other loops after temperature and filters; all
-    read them after penalties.
+    read them after penalties. `edits` are greedy, and nothing is penalised.
     """
     if not positions:
         return {}
     rules, raw = text.rules, logits
-    logits = _penalise(text, _without(logits, [text.model.mask_id]))
+    logits = _without(logits, [text.model.mask_id])
+    if not edits:
+        logits = _penalise(text, logits)
     if rules.logits_eos_inf:
         logits = _without(logits, [rules.eos])
     is_tempered = text.model.shift or rules.strategy not in UNTEMPERED
@@ -44,7 +46,7 @@ def propose(
         temperature = rules.temperature or rules.entropy_temperature
         logits = _filter(text, logits / temperature)
         noisy = logits.log_softmax(-1)
-    if rules.temperature > 0 and samples:
+    if rules.temperature > 0 and not edits:
         # The logarithm of exp(logits) / (-ln U) ** temperature.
         power = 1.0 if is_tempered else rules.temperature
         noisy = noisy.double() + power * _noise(text, noisy, positions, step)

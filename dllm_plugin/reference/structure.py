@@ -66,10 +66,10 @@ def decode_structure(text: Text) -> None:
 
 
 def _propose(text: Text, block: Block, step: int) -> Proposals:
-    """Propose for all positions; only masks are sampled."""
+    """Propose for all positions; only masks are sampled, by penalised logits."""
     rows = list(range(block.low, block.high))
     masked, logits = text.masked(block.low, block.high), text.predict()
-    found = propose(text, logits[rows], rows, step, samples=False)
+    found = propose(text, logits[rows], rows, step, edits=True)
     return found | propose(text, logits[masked], masked, step)
 
 
@@ -84,7 +84,7 @@ def _round(text: Text, block: Block, found: Proposals) -> tuple[bool, bool]:
     new = dict(zip(range(block.low, block.high), old, strict=True))
     for p in (masked if is_final else fills) + edits:
         new[p] = found[p].token
-        if is_final:
+        if is_final and new[p] in text.rules.structure:
             new[p] = _best_other(text, found, p, text.rules.structure)
         text.raw[p] = found[p].logits
         text.close_call(found[p].gap)
@@ -123,8 +123,6 @@ def _best_other(
     text: Text, found: Proposals, position: int, banned: tuple[int, ...]
 ) -> int:
     """Return the best token of a position that is none of `banned`."""
-    if found[position].token not in banned:
-        return found[position].token
     logits = found[position].logits.clone()
     logits[[text.model.mask_id, *banned]] = float("-inf")
     best = logits.topk(2).values
@@ -141,9 +139,7 @@ def _leave_seen(
         if not changed or tuple(new.values()) not in block.seen:
             break
         p = min(changed, key=lambda p: (found[p].confidence, p))
-        is_best = new[p] == found[p].token
-        token = found[p].token
-        new[p] = _best_other(text, found, p, (new[p],)) if is_best else token
+        new[p] = _best_other(text, found, p, (new[p],))
     block.seen.add(tuple(new.values()))
 
 

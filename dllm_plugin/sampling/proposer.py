@@ -219,9 +219,9 @@ class Proposer:
         biases = self.rules.biases(wanted.slots_np)
         return self._read_once(chunk, sampling, biases, wanted.want_ranking, num_rows)
 
-    def greedy(self, chunk: RowChunk) -> RowStats:
-        """Return the best token of each row at any temperature, and its confidence."""
-        return self._read_once(chunk, None, None, False)
+    def greedy(self, chunk: RowChunk, slots_np: np.ndarray) -> RowStats:
+        """Return the best token of each row by its biases only, and its confidence."""
+        return self._read_once(chunk, None, self.rules.biases(slots_np), False)
 
     def _read_once(
         self,

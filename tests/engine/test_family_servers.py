@@ -21,7 +21,6 @@ class Row(NamedTuple):
     canvas: int | None = None  # None: the default
     has_gaps: bool = False
     scores: bool = True
-    grammars: bool = True
     scores_prompts: bool = False
 
 
@@ -33,7 +32,7 @@ ROWS = {
     "nemotron": Row(scores_prompts=True),
     "idlm": Row(32, scores_prompts=True),
     "wedlm": Row(),
-    "llada2.2": Row(scores=False, grammars=False),
+    "llada2.2": Row(scores=False),
 }
 
 
@@ -120,9 +119,6 @@ def test_echoed_prompts_have_scores(served: Served) -> None:
 
 def test_grammars(served: Served) -> None:
     asked = {"structured_outputs": {"regex": REGEX}, "ignore_eos": False}
-    if not served.row.grammars:
-        assert "structured_outputs is not supp" in served.refusal(**CHAT | asked)
-        return
     choice = served.chat(**asked)
     text = choice["message"]["content"]
     pattern = REGEX if choice["finish_reason"] == "stop" else r"[a-e]{4,9};[0-9]*"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from engines import (
     results,
     token_ids,
 )
+from grammar_requests import wish as wish_grammar
 from test_requests_refused import refused
 
 Case = dict[str, Any]
@@ -88,9 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs is not supported by LLaDA2.2, whose blocks delete"),
     ({"min_tokens": 3}, "min_tokens is not supported by LLaDA2.2"),
     ({"bad_words": ["a"]}, "bad_words is not supported by LLaDA2.2"),
-    ({"allowed_token_ids": [70, 71]}, "allowed_token_ids is not supported"),
-    ({"logit_bias": {70: 1.0}}, "logit_bias is not supported by LLaDA2.2"),
-    ({"presence_penalty": 1.0}, "presence_penalty is not supported by LLaDA2.2"),
+    ({"allowed_token_ids": [DELETE, SPLIT]}, "leaves no token to choose but the mask"),
     ({"dllm_trace": 1}, "dllm_trace is not supported by LLaDA2.2"),
     ({"dllm_early_text": 1}, "dllm_early_text cannot be combined with policy"),
     ({"dllm_block_length": 16}, "dllm_block_length 16 is not the 32 of LLaDA2.2"),
@@ -107,12 +107,24 @@ def test_refused(asked: dict[str, Any], sentence: str, room: EngineRoom) -> None
         generate(llm, [letters(5)], params(8, **asked))
 
 
-def test_structured_output_is_refused(room: EngineRoom) -> None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    llm, asked = start(room), StructuredOutputsParams(regex="a+")
-    with pytest.raises(refused(), match="structured_outputs is not supported by LLa"):
-        generate(llm, [letters(5)], params(8, structured_outputs=asked))
+def test_structured_output_beside_other_texts(room: EngineRoom) -> None:
+    """Valid, as alone, and of no weight for texts whose tokens move."""
+    llm, some = start(room), cases()[:4]
+    wishes = [
+        wish_grammar("regex", "[a-z]{3,20}[0-9]", 40),
+        wish_grammar("choice", ["yes", "no"], 8, temperature=0.9, seed=3),
+        wish_grammar("regex", "[a-f0-9 ]{33}", 40, presence_penalty=0.5),
+    ]
+    prompts = [letters(5 + 9 * i, i) for i in range(len(wishes))]
+    mixed = [case["prompt_ids"] for case in some]
+    together = generate(llm, prompts + mixed, wishes + [wish(case) for case in some])
+    for case, output in zip(some, together[len(wishes) :], strict=True):
+        check(case, output)
+    texts = [output.outputs[0].text for output in together]
+    assert re.fullmatch("[a-z]{3,20}[0-9]", texts[0])
+    assert texts[1] in ("yes", "no") and re.fullmatch("[a-f0-9 ]{33}", texts[2])
+    for prompt, one, output in zip(prompts, wishes, together, strict=False):
+        assert results(generate(llm, [prompt], one)) == results([output])
 
 
 @pytest.mark.parametrize("token", [DELETE, SPLIT])

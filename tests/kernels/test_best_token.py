@@ -20,13 +20,16 @@ def case(vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
     wanted = torch.rand(40, generator=generator) < 0.6
     banned = torch.randint(0, vocab, (40, 3), generator=generator)
     banned[::2, 0] = logits[row[::2]].argmax(dim=1)
-    return [logits, row, wanted, banned]
+    bias = torch.randint(-5, 5, (4, vocab), generator=generator).to(torch.float32)
+    bias[1] = float("-inf")
+    return [logits, row, wanted, banned, bias, torch.arange(40) % 4]
 
 
 @pytest.mark.parametrize("vocab", [5, 8192, 20001])
 def test_the_kernel_agrees_with_the_reference(vocab: int, interpreter: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        arguments = case(vocab, dtype)
+        arguments: list[Any] = case(vocab, dtype)
+        arguments[4] = arguments[4] if dtype == torch.float32 else None
         [found] = interpreter.run([(KERNEL, None, arguments, {})])
         expected = best_token_reference(*arguments)
         assert found.tolist() == expected.tolist()

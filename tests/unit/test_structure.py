@@ -1,11 +1,23 @@
 """LLaDA2.2: blocks that delete and insert tokens, and experts that a block shares."""
 
 import dataclasses
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from grammar_cases import random_case
+from grammar_loop import (
+    CONTEXT,
+    Compiler,
+    GrammarLoop,
+    Wants,
+    ask,
+    judged,
+    random_text,
+    text_of,
+)
 from scripted import EOS, MASK, VOCAB, Loop, Run, sampling
 from scripted_rows import Hashed, Script
 
@@ -17,6 +29,7 @@ from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
 
+Case = dict[str, Any]
 ARCHITECTURE = "LLaDA22MoeModelLM"
 DELETE, SPLIT = 12, 13
 LENGTH = 4
@@ -27,14 +40,17 @@ class ScriptedRows:
 
     mask_id, shift = MASK, False
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, bias: dict[int, float]) -> None:
         self.script = script
+        self.bias = np.zeros(VOCAB, dtype=np.float32)
+        self.bias[list(bias)] = list(bias.values())
 
     def predictions(self, tokens: list[int], block: list[int]) -> torch.Tensor:
         logits = torch.zeros(len(tokens), VOCAB)
         for position, seen in enumerate(block):
             visible = [t for t, b in zip(tokens, block, strict=True) if b <= seen]
-            logits[position] = torch.from_numpy(self.script(visible, position))
+            row = self.script(visible, position) + self.bias
+            logits[position] = torch.from_numpy(row)
         return logits
 
     def rows_at(self, start: int, tokens: list[int], slots: Any) -> torch.Tensor:
@@ -48,7 +64,7 @@ def loop_of(canvas: int = 2 * LENGTH, slots: int = 8) -> Loop:
     return Loop({}, slots=slots, config=config)
 
 
-def case_of(rng: np.random.Generator) -> dict[str, Any]:
+def case_of(rng: np.random.Generator) -> Case:
     return {
         "seed": int(rng.integers(0, 250)),
         "prompt": rng.integers(0, DELETE, LENGTH * int(rng.integers(1, 4))).tolist(),
@@ -59,26 +75,42 @@ def case_of(rng: np.random.Generator) -> dict[str, Any]:
         "steps": int(rng.choice([1, 2, 3, 4, 6])),
         "temperature": float(rng.choice([0, 0, 0.8])),
         "stop": {EOS} if rng.random() < 0.5 else set(),
+        "bias": {},
     }
 
 
+def with_rules(rng: np.random.Generator, case: Case) -> Case:
+    """A case with penalties, and with a bias of some tokens."""
+    numbers = {
+        "repetition_penalty": float(rng.choice([0.7, 1.0, 1.5])),
+        "presence_penalty": float(rng.choice([-1.0, 0.0, 2.0])),
+        "frequency_penalty": float(rng.choice([0.0, 0.3, 1.0])),
+    }
+    tokens = rng.permutation(MASK)[:5].tolist()
+    biases = [{}, dict.fromkeys(tokens, 2.0), dict.fromkeys(tokens, -100.0)]
+    return case | numbers | {"bias": biases[rng.integers(0, 3)]}
+
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NUMBERS = ("threshold", "editing_threshold", "max_post_steps", "steps")
 
 
-def begin(loop: Loop, case: dict[str, Any], name: str) -> Run:
+def begin(loop: Loop, case: Case, name: str) -> Run:
     numbers = {f"dllm_{number}": case[number] for number in NUMBERS}
     params = sampling(
         case["max_tokens"],
         ignore_eos=not case["stop"],
         temperature=case["temperature"],
         seed=case["seed"],
+        logit_bias=case["bias"] or None,
+        **{name: case[name] for name in PENALTIES if name in case},
         **numbers,
     )
     return loop.start(case["prompt"], Hashed(case["seed"]), params, req_id=name)
 
 
-def plain(case: dict[str, Any]) -> tuple[list[int], int]:
-    numbers = {number: case[number] for number in NUMBERS}
+def plain(case: Case) -> tuple[list[int], int]:
+    numbers = {name: case[name] for name in NUMBERS + PENALTIES if name in case}
     rules = Rules(
         "structure",
         "joint_threshold",
@@ -89,7 +121,7 @@ def plain(case: dict[str, Any]) -> tuple[list[int], int]:
         structure=(DELETE, SPLIT),
         **numbers,
     )
-    model = ScriptedRows(Hashed(case["seed"]))
+    model = ScriptedRows(Hashed(case["seed"]), case["bias"])
     return decode(Text(model, case["prompt"], case["max_tokens"], rules, case["stop"]))
 
 
@@ -104,6 +136,21 @@ def test_random_models_decode_as_the_plain_loop() -> None:
     loop.run()
     for case, run in zip(cases, runs, strict=True):
         assert (run.output, len(run.passes)) == tuple(plain(case)), case
+
+
+def test_rules_of_tokens_as_in_the_plain_loop() -> None:
+    """Biases hold in every row; penalties where masks are filled, and not for edits."""
+    rng = np.random.default_rng(8)
+    cases = [with_rules(rng, case_of(rng)) for _ in range(60)]
+    loop = loop_of(slots=64)
+    runs = [begin(loop, case, str(i)) for i, case in enumerate(cases)]
+    loop.run()
+    without = 0
+    for case, run in zip(cases, runs, strict=True):
+        assert (run.output, len(run.passes)) == tuple(plain(case)), case
+        free = {name: case[name] for name in case if name not in PENALTIES}
+        without += plain(free)[0] != run.output
+    assert without > len(cases) / 3
 
 
 def test_a_canvas_of_one_block_commits_by_itself() -> None:
@@ -131,6 +178,46 @@ def test_a_preempted_block_goes_on() -> None:
         loop.resume(run)
         loop.run()
         assert (run.output, len(run.passes)) == tuple(plain(case)), case
+
+
+class WantsToMove(Wants):
+    """Logits that like to delete and to insert."""
+
+    def __call__(self, visible: list[int], position: int) -> np.ndarray:
+        row = super().__call__(visible, position)
+        row[[487, 488]] += 12 * (self.rng.random(2) < 0.3)
+        return row
+
+
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+def test_texts_under_a_grammar_are_valid(single_rank: None) -> None:
+    """Beside texts whose tokens move: under a grammar nothing is deleted or inserted."""
+    options = Options.from_user({"canvas_length": 16})
+    config = resolve(options, ARCHITECTURE, CONTEXT, GrammarLoop.mask, (), 8, True)
+    config = dataclasses.replace(config, structure_token_ids=(487, 488))
+    compiler, checked = Compiler("xgrammar"), 0
+    compiler.grammars.config = config
+    for seed in range(8):
+        rng, loop = random.Random(seed), GrammarLoop({}, config=config)
+        loop.begin(WantsToMove(seed, None, 0.0), ask(24), None, range(8))
+        asked: list[Any] = []
+        for heat in (0.0, 0.0, 0.9):
+            case = random_case(rng)
+            params = ask(64, temperature=heat, seed=seed, presence_penalty=seed % 2)
+            grammar = compiler.compile(case.kind, case.spec, params)
+            # The prompt has five positions more than that of other scripts.
+            wants = [0] * 5 + random_text(grammar.state, rng, 60)
+            completes = grammar.state.completes
+            script = WantsToMove(seed, wants, 0.2)
+            run = loop.begin(script, params, grammar, range(8))
+            asked.append((case, grammar.state, completes, run))
+        loop.run(limit=600)
+        for case, state, completes, run in asked:
+            assert not {487, 488, loop.mask} & set(run.output)
+            assert not completes or judged(case, text_of(state, run.output)), case.spec
+            checked += completes
+    compiler.close()
+    assert checked > 15
 
 
 @pytest.mark.parametrize(

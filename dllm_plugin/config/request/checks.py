@@ -34,11 +34,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
-# What restricts or reports the tokens of positions.
-OF_POSITIONS = (
-    *("logprobs", "min_tokens", "bad_words", "allowed_token_ids", "logit_bias"),
-    *PENALTIES,
-)
+OF_POSITIONS = ("logprobs", "min_tokens", "bad_words")
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
 MAX_WORD_TOKENS = 16

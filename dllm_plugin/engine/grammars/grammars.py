@@ -143,7 +143,8 @@ class Grammars:
             return automaton
         usable = ~vocabulary.never
         usable[self._special_ids_of(request)] = True
-        usable[[*stops, self.config.mask_token_id]] = False
+        config = self.config
+        usable[[*stops, config.mask_token_id, *config.structure_token_ids]] = False
         matcher = matcher_of(self.backends.compile(request), usable, vocabulary)
         named = _named(request)
         guide = None

@@ -61,8 +61,7 @@ class StepFeatures:
         entries: list[StepFeature] = []
         if method.inserts:
             # Plans before all others, and moves tokens after all others.
-            sampled = owner.sampling_states.temperature
-            entries.append(StructureEdits(states, sampled, proposer.greedy))
+            entries.append(StructureEdits(states, proposer))
         entries += [
             # Tables that kernels read: first, since other features read them, too.
             rules,

@@ -1,16 +1,18 @@
 """Delete and insert tokens of the block that is decoded (LLaDA2.2).
 
-Active in every step of a family whose blocks do that. Shape letters as in
+Active in every step of a family whose blocks do that. A grammar checks texts from left to right,
+and what it has checked must not move: under one, blocks are those of LLaDA2.1, whose edits
+replace tokens only. Shape letters as in
 :mod:`dllm_plugin.decoding.structure`.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
 
+from dllm_plugin.config.decode import has_grammar
+from dllm_plugin.decoding.plan import StepPlan, replaced
 from dllm_plugin.decoding.structure import (
     ROUNDS,
     Limits,
@@ -21,9 +23,8 @@ from dllm_plugin.decoding.structure import (
     take_round,
 )
 from dllm_plugin.kernels.best_token import best_token, best_token_reference
-from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.rows import RowChunk
+from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
 
@@ -34,23 +35,13 @@ class StructureEdits(StepFeature):
     """Take a round of every current block, and store the rounds by slot.
 
     The tables are those of :class:`dllm_plugin.decoding.structure.Rounds`, and move with
-    the canvas.
+    the canvas. Users are requests with a grammar, whose tokens do not move.
     """
 
-    def __init__(
-        self,
-        states: CanvasStates,
-        temperature: Any,
-        greedy: Callable[[RowChunk], RowStats],
-    ) -> None:
-        """Make the tables.
-
-        Args:
-            temperature: vLLM's table of temperatures by slot.
-            greedy: the method of the Proposer.
-        """
+    def __init__(self, states: CanvasStates, proposer: Proposer) -> None:
+        """Make the tables."""
         super().__init__(states)
-        self.temperature, self.greedy = temperature, greedy
+        self.proposer = proposer
         length, zeros = states.config.block_length, states.zeros
         self.tables = Rounds(
             zeros(torch.int64),
@@ -62,12 +53,19 @@ class StructureEdits(StepFeature):
         states.companions += self.tables
         generator = torch.Generator().manual_seed(HASH_SEED)
         factor_B = torch.randint(-(2**62), 2**62, (length,), generator=generator)
-        self.factor_B = (2 * factor_B + 1).to(self.device)
+        self.factors_np = (2 * factor_B + 1).numpy()
+        self.factor_B = self.staged_table(length, torch.int64)
         self._rounds: Rounds | None = None
+        self._stays_R: Tensor | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
         """Return True: every block of such a family is decoded in rounds."""
         return True
+
+    def add_request(self, slot: int, params: SamplingParams) -> bool:
+        """Stage the factors anew: sleep mode may have taken them while no request was left."""
+        self.factor_B.write(..., self.factors_np)
+        return has_grammar(params)
 
     def _of(self, slots_R: Tensor) -> Rounds:
         return Rounds(*[table[slots_R] for table in self.tables])
@@ -75,34 +73,54 @@ class StructureEdits(StepFeature):
     def start_step(self, step: DenoisingStep) -> None:
         """Plan the round."""
         rounds = self._of(step.slots_R)
-        step.plan = plan_round(step.canvas, step.plan, rounds, self.mask_id)
+        plan = plan_round(step.canvas, step.plan, rounds, self.mask_id)
+        stays_np = self.users_np[step.slots_np]
+        self._stays_R = self.upload(stays_np) if stays_np.any() else None
+        pairs = zip(step.plan, plan, strict=True)
+        step.plan = StepPlan(*[self._where_stays(*pair) for pair in pairs])
+
+    def _where_stays(self, one: Tensor, other: Tensor) -> Tensor:
+        """Choose rows of `one` for requests whose tokens do not move, and of `other`."""
+        stays_R = self._stays_R
+        if stays_R is None:
+            return other
+        return torch.where(stays_R.view(-1, *[1] * (one.dim() - 1)), one, other)
 
     def restrict(self, step: DenoisingStep) -> None:
         """Take the round: what is unmasked is what it changes."""
         requests, slots_R = self.states.requests, step.slots_R
-        if self.temperature.np[step.slots_np].any():
+        slots_np, proposer = step.slots_np, self.proposer
+        samples = proposer.sampling_states.temperature.np[slots_np].any()
+        if samples or proposer.way_np[slots_np].any():
             self._edit_greedily(step)
         steps_R = requests.steps.gpu[slots_R].to(torch.int64)
         post_R = requests.number("max_post_steps", slots_R).to(torch.int64)
-        step.plan, step.proposal, step.unmask_RC, self._rounds = take_round(
+        active_RS, token_RC = step.plan.active_RS, step.proposal.token_RC
+        moves_RS = self._where_stays(torch.zeros_like(active_RS), active_RS)
+        plan, proposal, unmask_RC, self._rounds = take_round(
             step.canvas,
-            step.plan,
+            replaced(step.plan, active_RS=moves_RS),
             step.proposal,
             step.unmask_RC,
             self._of(slots_R),
             Limits(steps_R, post_R),
             self._tokens(step),
         )
+        step.plan = replaced(plan, active_RS=active_RS)
+        token_RC = self._where_stays(token_RC, proposal.token_RC)
+        step.proposal = proposal._replace(token_RC=token_RC)
+        step.unmask_RC = self._where_stays(step.unmask_RC, unmask_RC)
 
     def _edit_greedily(self, step: DenoisingStep) -> None:
-        """Decide edits by the best tokens, whatever samples the masks."""
-        [chunk] = step.chunks
-        stats = self.greedy(chunk)
+        """Decide edits by the best tokens, whatever samples and penalises the masks."""
+        chunk = step.chunks[0]  # the rows that grammars add come after it
+        stats = self.proposer.greedy(chunk, step.slots_np)
         rows_T = chunk.rows_T
         token_T = torch.zeros(step.num_rows, dtype=torch.int64, device=rows_T.device)
         sure_T = torch.zeros(step.num_rows, device=rows_T.device)
         token_T[rows_T], sure_T[rows_T] = stats.token_T, stats.confidence_T
         edits_RC, source_RC = step.plan.editable_RC, step.source_RC
+        edits_RC = self._where_stays(torch.zeros_like(edits_RC), edits_RC)
         token_RC, sure_RC = token_T[source_RC], sure_T[source_RC]
         drawn = step.proposal
         step.proposal = drawn._replace(
@@ -111,7 +129,7 @@ class StructureEdits(StepFeature):
         )
         settings = self.states.requests.policy_settings(step.slots_R)
         decided = (step.plan, step.canvas, step.proposal, settings)
-        step.unmask_RC = round_threshold(*decided)
+        step.unmask_RC = self._where_stays(step.unmask_RC, round_threshold(*decided))
 
     def commit(self, step: DenoisingStep) -> None:
         """Store the rounds, before the canvases move on."""
@@ -125,6 +143,9 @@ class StructureEdits(StepFeature):
         on_cpu = self.states.device.type == "cpu"
         config, logits_TV = self.states.config, step.chunks[0].logits_XV
         find = best_token_reference if on_cpu else best_token
+        rules = self.proposer.rules
+        biases = rules.biases(step.slots_np)
+        bias_MV = None if biases is None else biases[0]
 
         def best_but(
             index_RN: Tensor, given: tuple[Tensor, Tensor], wanted_RN: Tensor
@@ -132,8 +153,14 @@ class StructureEdits(StepFeature):
             mask_RN = torch.full_like(index_RN, config.mask_token_id)
             banned_RN3 = torch.stack((mask_RN, *given), dim=-1)
             row_RN = step.source_RC.gather(1, index_RN)
+            bias_R1 = rules.bias_row.gpu[step.slots_R, None]
             found_N = find(
-                logits_TV, row_RN.flatten(), wanted_RN.flatten(), banned_RN3.view(-1, 3)
+                logits_TV,
+                row_RN.flatten(),
+                wanted_RN.flatten(),
+                banned_RN3.view(-1, 3),
+                bias_MV,
+                bias_R1.expand_as(row_RN).flatten(),
             )
             return found_N.view_as(index_RN)
 
@@ -143,6 +170,6 @@ class StructureEdits(StepFeature):
             delete,
             split,
             best_but,
-            self.factor_B,
+            self.factor_B.gpu,
             on_cpu,
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
+from dllm_plugin.config.decode import has_grammar
 from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
 from dllm_plugin.sampling.features.bad_words import UNUSED
 from dllm_plugin.sampling.features.feature import StepFeature
@@ -80,6 +81,8 @@ class TokenRules(StepFeature):
         """Return a request's row of the bias table; None if the request needs none."""
         bad_words = params.bad_words_token_ids or []
         banned = [word[0] for word in bad_words if len(word) == 1]
+        if has_grammar(params):
+            banned += self.states.config.structure_token_ids
         if not (params.logit_bias or params.allowed_token_ids or banned):
             return None
         bias_V = torch.zeros(self.vocab_size, dtype=torch.float32)
