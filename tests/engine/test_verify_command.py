@@ -83,6 +83,7 @@ def check_same(
         ("sdar-moe", ["--policy", "low_confidence"]),
         ("llada2.0", []),
         ("llada2.1", []),
+        ("llada2.2", []),
         ("fast-dllm-v2", []),
         ("stable-diffcoder", []),
         ("a2d-qwen3", []),

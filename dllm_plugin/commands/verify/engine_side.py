@@ -220,7 +220,8 @@ def decode(llm: LLM, name: str, job: Job) -> Decode:
             canvas = canvas[:1]  # after it stand drafts
         text = {}
         for position, token in enumerate(canvas, start):
-            if token != config.mask_token_id:
+            # A deletion may bring a mask to where a token was.
+            if token != config.mask_token_id or position in known:
                 text[position] = token
         if output is not None:
             # A block that was decided and committed in this step has left the canvas.
