@@ -28,7 +28,7 @@ READERS = {
     "commit_alone_from": "`block_diffusion`",
 }
 # Arguments that causal strategies refuse; LLaDA2.2 has frames.
-REFUSED = ("frames", "early_text", "trace", "grammar")
+REFUSED = ("early_text", "grammar")
 HEAD = """# Options and request arguments
 
 For people who look an option up: every engine option and every request argument, with type,

@@ -5,7 +5,16 @@ from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import pytest
-from engines import EngineRoom, generate, letters, params, streamed, token_ids
+from engines import (
+    EngineRoom,
+    forwards,
+    generate,
+    letters,
+    params,
+    streamed,
+    token_ids,
+)
+from grammar_requests import wish
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("nemotron", {"strategy": "block_diffusion", "block_length": 8}),
@@ -51,12 +60,12 @@ def test_rules_hold_for_every_token(served: Served) -> None:
     wishes = [
         params(30, allowed_token_ids=some, **HOT),
         params(30, logit_bias={a: 60, b: 59}, min_p=0.1, **HOT),
-        params(30, presence_penalty=1.0, frequency_penalty=0.5, **ends),
+        params(30, presence_penalty=1.0, frequency_penalty=0.5, logprobs=1, **ends),
     ]
     if not served.moves_tokens:
         wishes += [
-            params(30, stop_token_ids=some, min_tokens=29),
-            params(30, frequency_penalty=0.5, bad_words=["a", "b"], logprobs=1),
+            params(30, stop_token_ids=some, min_tokens=29, dllm_trace=1),
+            params(30, frequency_penalty=0.5, bad_words=["a", "b"]),
         ]
     together = generate(llm, [prompt] * len(wishes), wishes)
     for one, output in zip(wishes, together, strict=True):
@@ -67,8 +76,22 @@ def test_rules_hold_for_every_token(served: Served) -> None:
     assert set(token_ids(together[1])) <= {a, b}
     assert not set(token_ids(together[2])[:-1]) & set(some[:9])
     if not served.moves_tokens:
-        assert len(token_ids(together[3])) >= 29
+        assert len(together[3].outputs[0].routed_experts) >= 29
         assert not {a, b} & set(token_ids(together[4]))
+
+
+def test_a_grammar_that_drafts_fit_costs_no_forwards(served: Served) -> None:
+    """Nor does it change the text; under one no token of LLaDA2.2 moves."""
+    if served.moves_tokens:
+        pytest.skip("another loop")
+    asked: dict[str, Any] = {"logit_bias": dict.fromkeys(served.letters, 80.0)}
+    free, held = generate(
+        served.llm,
+        [served.prompt] * 2,
+        [params(40, **asked), wish("regex", "[a-z]{60}", 40, **asked)],
+    )
+    assert token_ids(free) == token_ids(held)
+    assert forwards(held) <= forwards(free) + 2
 
 
 def test_text_is_never_taken_back(served: Served) -> None:

@@ -20,7 +20,6 @@ class Row(NamedTuple):
 
     canvas: int | None = None  # None: the default
     has_gaps: bool = False
-    scores: bool = True
     scores_prompts: bool = False
 
 
@@ -32,7 +31,7 @@ ROWS = {
     "nemotron": Row(scores_prompts=True),
     "idlm": Row(32, scores_prompts=True),
     "wedlm": Row(),
-    "llada2.2": Row(scores=False),
+    "llada2.2": Row(),
 }
 
 
@@ -89,9 +88,6 @@ def test_seeds_and_scores(served: Served) -> None:
         answers.append(served.chat(temperature=1.0, seed=seed)["token_ids"])
     assert answers[0] == answers[1] != answers[2]
     asked = {"logprobs": True, "top_logprobs": 2}
-    if not served.row.scores:
-        assert "logprobs is not supported" in served.refusal(**CHAT, **asked)
-        return
     choice = served.chat(**asked)
     scored = choice["logprobs"]["content"]
     assert len(scored) == len(choice["token_ids"])

@@ -21,6 +21,8 @@ from engines import (
 from grammar_requests import wish as wish_grammar
 from test_requests_refused import refused
 
+from dllm_plugin.reference.model import PlainModel
+
 Case = dict[str, Any]
 NUMBERS = ("threshold", "editing_threshold", "max_post_steps", "steps", "block_length")
 DELETE, SPLIT = 300, 301
@@ -87,10 +89,9 @@ def test_together_in_shuffled_order(room: EngineRoom) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"logprobs": 1}, "logprobs is not supported by LLaDA2.2, whose blocks delete"),
-    ({"min_tokens": 3}, "min_tokens is not supported by LLaDA2.2"),
+    ({"min_tokens": 3}, "min_tokens is not supported by LLaDA2.2, whose blocks delete"),
     ({"bad_words": ["a"]}, "bad_words is not supported by LLaDA2.2"),
-    ({"allowed_token_ids": [DELETE, SPLIT]}, "leaves no token to choose but the mask"),
+    ({"allowed_token_ids": [DELETE, SPLIT]}, "leaves nothing to write but"),
     ({"dllm_trace": 1}, "dllm_trace is not supported by LLaDA2.2"),
     ({"dllm_early_text": 1}, "dllm_early_text cannot be combined with policy"),
     ({"dllm_block_length": 16}, "dllm_block_length 16 is not the 32 of LLaDA2.2"),
@@ -105,6 +106,32 @@ def test_refused(asked: dict[str, Any], sentence: str, room: EngineRoom) -> None
     llm = start(room)
     with pytest.raises(refused(), match=sentence):
         generate(llm, [letters(5)], params(8, **asked))
+
+
+def test_logprobs_are_those_of_whole_blocks(room: EngineRoom) -> None:
+    """Of the forward that stores a block, and no matter to what is decoded."""
+    llm, some = start(room), cases()[:9]
+    model = PlainModel.load(CHECKPOINTS / "tiny-llada2.2")
+    wishes = [wish(case) for case in some]
+    for one in wishes[1::2]:
+        one.logprobs = 2
+    outputs = generate(llm, [case["prompt_ids"] for case in some], wishes)
+    compared = 0
+    for case, one, output in zip(some, wishes, outputs, strict=True):
+        check(case, output)
+        if one.logprobs is None:
+            continue
+        first, text = len(case["prompt_ids"]), case["prompt_ids"] + case["output_ids"]
+        scores = output.outputs[0].logprobs
+        assert len(scores) == len(case["output_ids"])
+        # The last block may end before it is stored.
+        stop = (len(text) - 1) // 32 * 32
+        rows = model.predictions(text[:stop], [p // 32 for p in range(stop)])
+        for p, row in enumerate(rows[first:].log_softmax(-1), first):
+            found = scores[p - first][text[p]]
+            assert abs(found.logprob - float(row[text[p]])) < 1e-3
+            compared += 1
+    assert compared > 60
 
 
 def test_structured_output_beside_other_texts(room: EngineRoom) -> None:

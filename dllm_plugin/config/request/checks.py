@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 FORWARDS_PER_POSITION = 4  # of a block that a request may ask for: more only use a slot
 FORWARDS = 64  # that it may ask for however short its blocks are
-OF_POSITIONS = ("logprobs", "min_tokens", "bad_words")
+OF_POSITIONS = ("min_tokens", "bad_words")
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
 MAX_WORD_TOKENS = 16
@@ -67,6 +67,11 @@ def check_moving_tokens(case: Case) -> None:
     for name in OF_POSITIONS:
         if case.is_set(name):
             raise ValueError(f"{name} {config.moves_tokens}: leave it out.")
+    allowed = set(case.params.allowed_token_ids or ())
+    if allowed and allowed <= {config.mask_token_id, *config.structure_token_ids}:
+        raise ValueError(
+            "allowed_token_ids leaves nothing to write but tokens that delete and insert."
+        )
     if asked.block_length != config.block_length:
         raise ValueError(
             f"dllm_block_length {asked.block_length} is not the {config.block_length} of "

@@ -1,5 +1,8 @@
 """Store log-probabilities of tokens, as they were when each was unmasked, until it is emitted.
 
+Where tokens move, the rows that wrote them belong to other texts: there all tokens have those of
+the forward after which they are emitted, which is the one that stores their block.
+
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, K columns: the token itself, then
 the most likely ones.
 """
@@ -10,6 +13,7 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
+from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.features.feature import SCORED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows
@@ -61,7 +65,11 @@ class LogprobStash(StepFeature):
 
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
         """Compute raw log-probabilities of proposals and of the most likely tokens."""
-        token_T1 = stats.token_T[:, None]
+        if not self.method.inserts:
+            self._score(raw_TV, stats.token_T, chunk.rows_T)
+
+    def _score(self, raw_TV: Tensor, token_T: Tensor, rows_T: Tensor) -> None:
+        token_T1 = token_T[:, None]
         logprobs_TV = raw_TV.to(torch.float32).log_softmax(dim=-1)
         chosen_T1 = logprobs_TV.gather(1, token_T1)
         rank_T = (logprobs_TV >= chosen_T1).sum(dim=1)
@@ -69,7 +77,22 @@ class LogprobStash(StepFeature):
         ids_TK = torch.cat([token_T1, top.indices], dim=1).to(torch.int32)
         values_TK = torch.cat([chosen_T1, top.values], dim=1)
         self._scored.append((ids_TK, values_TK, rank_T))
-        self._rows.append(chunk.rows_T)
+        self._rows.append(rows_T)
+
+    def _score_canvases(self, step: DenoisingStep, asks_R: Tensor) -> Tensor:
+        """Score the tokens of canvases; return the place of each score, int64 ``[R, C]``."""
+        low_R = step.drafts_R.cumsum(0) - step.drafts_R
+        last_R1 = step.drafts_R[asks_R, None] - 1
+        source_RC = low_R[asks_R, None] + torch.minimum(self.position_C, last_R1)
+        place_RC = torch.arange(source_RC.numel(), device=self.device)
+        logits_TV = step.chunks[0].logits_XV
+        each = rows_at_once(CHUNK_ROWS, logits_TV.shape[1])
+        pieces = (source_RC.flatten(), step.tokens_RC[asks_R].flatten(), place_RC)
+        for source_T, token_T, place_T in zip(
+            *[piece.split(each) for piece in pieces], strict=True
+        ):
+            self._score(logits_TV[source_T], token_T, place_T)
+        return place_RC.view_as(source_RC)
 
     def commit(self, step: DenoisingStep) -> None:
         """Store what was unmasked, emit `step.logprobs`, and move on with the canvas.
@@ -82,7 +105,10 @@ class LogprobStash(StepFeature):
         asks_np = np.flatnonzero(self.num_logprobs_np[step.slots_np] >= 0)
         asks_R = self.upload(asks_np)
         source_RC, slots_R = step.source_RC[asks_R], step.slots_R[asks_R]
-        unmask_RC = step.outcome.unmask_RC[asks_R]
+        unmask_RC, num_rows = step.outcome.unmask_RC[asks_R], step.num_rows
+        if self.method.inserts:
+            source_RC = self._score_canvases(step, asks_R)
+            unmask_RC, num_rows = torch.ones_like(unmask_RC), source_RC.numel()
         emit_RC = step.emit_RC[asks_R]
         moved_R = step.outcome.num_committed_R[asks_R]
         next_RC = self.position_C + moved_R.to(torch.int64)[:, None]
@@ -90,7 +116,7 @@ class LogprobStash(StepFeature):
         scored = zip(*self._scored, strict=True)
         emitted = []
         for place, table in enumerate(self._used_tables()):
-            found = scatter_rows(next(scored), self._rows, step.num_rows)
+            found = scatter_rows(next(scored), self._rows, num_rows)
             new = found[source_RC]
             now = new.where(_like(unmask_RC, new), table[slots_R])
             if step.given_RC is not None:
