@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import forked  # noqa: E402
 import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, MASK_IDS, EngineRoom, named_engines  # noqa: E402
-from processes import KEYED, KILLED_SOON, Server, serving  # noqa: E402
+from processes import INSIDE, KEYED, KILLED_SOON, Server, serving  # noqa: E402
 
 from dllm_plugin import default_model  # noqa: E402
 from dllm_plugin.reference.model import PlainModel  # noqa: E402
@@ -138,7 +138,7 @@ def tiny_server(
 
     Nothing is said about VLLM_PLUGINS.
     """
-    with serving(tmp_path_factory.mktemp("tiny") / "log", *KEYED) as server:
+    with serving(tmp_path_factory.mktemp("tiny") / "log", *KEYED, **INSIDE) as server:
         yield server
 
 
@@ -159,5 +159,5 @@ def bundled_server(
     options += ["--max-num-seqs=64", f"--kv-cache-memory-bytes={256 << 20}"]
     options += ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     log, model = tmp_path_factory.mktemp("bundled") / "log", default_model.path()
-    with serving(log, *options, model=Path(model)) as server:
+    with serving(log, *options, model=Path(model), **INSIDE) as server:
         yield server

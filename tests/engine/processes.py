@@ -30,6 +30,9 @@ STARTS: list[
 KILLED_SOON = {
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"
 }  # vLLM's CPU workers wait for it
+# The engine's process computes, too, as with one GPU. Between two processes vLLM keeps both awake
+# for a second after each message, which costs other tests their core.
+INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 KEY, PROXY = "secret", "/behind/a/proxy"
 KEYED = (f"--api-key={KEY}", f"--root-path={PROXY}")  # for `serving`
 SETTINGS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engines import CHECKPOINTS, EngineRoom, generate, letters, params, token_ids
-from processes import Server, serving
+from processes import INSIDE, Server, serving
 from trained_adapters import merged, write_adapter
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
@@ -42,9 +42,8 @@ def server(
         "--lora-modules",
         *chosen,
     )
-    with serving(
-        log, *options, model=SDAR, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
-    ) as server:
+    variables = INSIDE | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serving(log, *options, model=SDAR, **variables) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from engines import letters
-from processes import serving
+from processes import INSIDE, serving
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def client(log: Path) -> Iterator[httpx.Client]:
     """A server whose widths are chosen by load."""
     config = json.dumps({"dllm": DLLM})
     with (
-        serving(log, f"--additional-config={config}") as server,
+        serving(log, f"--additional-config={config}", **INSIDE) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         yield client

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from engines import CHECKPOINTS, letters
-from processes import Server, serving
+from processes import INSIDE, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +114,7 @@ def test_two_api_server_processes_and_spans(tmp_path: Path, collector: str) -> N
 def test_switched_off_by_name(tmp_path: Path) -> None:
     """A list of plugins that is set stays; without us in it, vLLM's own routes answer."""
     names = "register_dllm_models,register_omni,diffuplug"
-    with serving(tmp_path / "log", VLLM_PLUGINS=names) as server:
+    with serving(tmp_path / "log", VLLM_PLUGINS=names, **INSIDE) as server:
         assert OFF in (tmp_path / "log").read_text()
         reply = httpx.post(
             f"{server.url}/v1/completions", json=BODY | {"diffusion": {}}
@@ -140,7 +140,7 @@ def test_other_models_are_left_alone(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(CHECKPOINTS / "tiny-llada" / file, folder)
-    with serving(tmp_path / "log", model=folder) as server:
+    with serving(tmp_path / "log", model=folder, **INSIDE) as server:
         body = BODY | {"diffusion": {"frames": True}}
         reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert reply["usage"]["completion_tokens"] == 24

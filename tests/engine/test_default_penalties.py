@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, token_ids
-from processes import serving
+from processes import INSIDE, serving
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("template")
@@ -80,7 +80,8 @@ def test_every_route(penalised: Path, tmp_path: Path) -> None:
     """Requests without a penalty are served; one warning at start names the file's."""
     log = tmp_path / "log"
     # The level at which `diffuplug serve` logs by default.
-    with serving(log, model=penalised, VLLM_LOGGING_LEVEL="WARNING") as server:
+    variables = INSIDE | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    with serving(log, model=penalised, **variables) as server:
         for path, body in BODIES.items():
             asked = {"model": "tiny", "max_tokens": 8} | body
             answer = httpx.post(f"{server.url}{path}", json=asked, timeout=60)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engines import CHECKPOINTS
-from processes import Server, serving
+from processes import INSIDE, Server, serving
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
@@ -66,7 +66,7 @@ def served(
             f'--additional-config={{"dllm": {{"canvas_length": {row.canvas}}}}}'
         )
     log = tmp_path_factory.mktemp("family") / "log"
-    with serving(log, *options, model=model) as server:
+    with serving(log, *options, model=model, **INSIDE) as server:
         yield Served(row, server)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from documented import ROOT
-from processes import Server, serving
+from processes import INSIDE, Server, serving
 
 from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
 from dllm_plugin import default_model
@@ -75,7 +75,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip("lm_eval is not installed")
     log, model = tmp_path_factory.mktemp("harness") / "log", Path(default_model.path())
     options = '--additional-config={"dllm": {"strategy": "dual_cache"}}'
-    with serving(log, options, "--max-model-len=512", model=model) as server:
+    length = "--max-model-len=512"
+    with serving(log, options, length, model=model, **INSIDE) as server:
         yield server
 
 

@@ -19,7 +19,7 @@ from infill_requests import (
     post,
     stream,
 )
-from processes import serving
+from processes import INSIDE, serving
 from transformers import AutoTokenizer
 
 
@@ -321,9 +321,12 @@ def test_lengths_of_several_gaps(client: httpx.Client) -> None:
     assert [one["length"] for one in choice["diffusion"]["lengths"]] == [64, 128]
 
 
-def running(client: httpx.Client) -> float:
-    """Requests that run or wait."""
-    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+RUNNING = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+STEPS = ("vllm:diffusion_num_denoising_steps_total{",)
+
+
+def total(client: httpx.Client, names: tuple[str, ...]) -> float:
+    """Return the sum of the server's metrics whose lines begin so."""
     lines = client.get("/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names)
@@ -334,12 +337,14 @@ def test_a_reader_that_leaves_ends_all_lengths(client: httpx.Client) -> None:
     """Sixteen of them, of as many forwards as positions."""
     body = CHOSEN | {"max_tokens": 200, "diffusion": {"lengths": list(range(185, 201))}}
     body["vllm_xargs"] = {"dllm_policy": "low_confidence", "dllm_steps": 200}
+    before = total(client, STEPS)
     with pytest.raises(httpx.TimeoutException):
         client.post("/v1/completions", json=body, timeout=0.3)
-    deadline = time.monotonic() + 5
-    while running(client):
+    deadline = time.monotonic() + 60
+    while total(client, RUNNING):
         assert time.monotonic() < deadline, "its requests still run"
         time.sleep(0.1)
+    assert total(client, STEPS) - before < 16 * 200 / 2
 
 
 def test_a_key_is_needed(client: httpx.Client) -> None:
@@ -368,9 +373,8 @@ def test_templates_over_http(client: httpx.Client) -> None:
 def test_without_our_endpoints(tmp_path_factory: pytest.TempPathFactory) -> None:
     """vLLM's own route says where a suffix is served."""
     log = tmp_path_factory.mktemp("plain") / "log"
-    with serving(
-        log, VLLM_PLUGINS="register_dllm_models,register_omni,diffuplug"
-    ) as server:
+    plugins = "register_dllm_models,register_omni,diffuplug"
+    with serving(log, VLLM_PLUGINS=plugins, **INSIDE) as server:
         reply = httpx.post(f"{server.url}/v1/completions", json=FIM, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == (

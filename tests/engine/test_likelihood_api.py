@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from engines import CHECKPOINTS, a_prompt, letters
-from processes import PROXY, serving
+from processes import INSIDE, PROXY, serving
 from test_targets import plain_logprobs
 
 from dllm_plugin.api.likelihood import METHODS, estimate
@@ -273,7 +273,8 @@ def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:
     """Gaps as likelihoods, by the words of the specification."""
     options = '{"dllm": {"strategy": "d2f"}}'
     fim = {"prompt": "a", "suffix": "b"}
-    with serving(tmp_path / "log", f"--additional-config={options}") as server:
+    option = f"--additional-config={options}"
+    with serving(tmp_path / "log", option, **INSIDE) as server:
         for path, wanted, body in (
             ("likelihood", "likelihood", {"pairs": [ONE]}),
             ("completions", "suffix", fim),
