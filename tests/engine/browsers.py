@@ -1,4 +1,4 @@
-"""The viewer in a real Chromium: a page in one of four looks, and what tests read of it."""
+"""The viewer in a real Chromium: a page in four looks, and what tests read of it."""
 
 import contextlib
 import re
@@ -16,6 +16,9 @@ LOOKS = {
     "narrow-light": (375, 800, "light"),
     "narrow-dark": (375, 800, "dark"),
 }
+# The looks in which tests use a page: each width and each preference once. What a test leaves is
+# looked at in all four.
+USED = ("wide-light", "narrow-dark")
 SECONDS = 60_000  # of a wait on a busy machine, in milliseconds
 OFFLINE = ("--no-sandbox", "--disable-background-networking", "--disable-sync")
 
@@ -53,6 +56,9 @@ POOR_CONTRAST = """() => {
   }
   return poor;
 }"""
+# A change of colours takes a moment.
+SETTLED = """() => Promise.all(document.getAnimations().map(
+  (one) => one.finished.catch(() => null)))"""
 # Controls that nothing names.
 UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button")]
   .filter((one) => !one.labels?.length && !one.ariaLabel && !one.textContent.trim())
@@ -83,8 +89,9 @@ def chromium() -> Iterator[Any]:
 class Viewer:
     """The page of a server in a window, and what was asked and complained of."""
 
-    def __init__(self, page: Any, server: Server) -> None:
+    def __init__(self, page: Any, server: Server, scheme: str) -> None:
         self.page = page
+        self.scheme = scheme
         self.server = server
         self.problems: list[str] = []
         self.asked: list[dict[str, Any]] = []
@@ -170,12 +177,22 @@ class Viewer:
         self.check_look()
 
     def check_look(self) -> None:
-        """Nothing is cut off, pale or without a name."""
-        widths = "[document.documentElement.scrollWidth, innerWidth]"
-        needed, width = self.page.evaluate(widths)
-        assert needed <= width, "the page scrolls sideways"
-        assert self.page.evaluate(POOR_CONTRAST) == []
+        """Nothing is cut off, pale or without a name, in any of the looks."""
+        own = self.page.viewport_size
+        scrolls, pale = [], {}
+        for look, (width, height, scheme) in LOOKS.items():
+            self.page.set_viewport_size({"width": width, "height": height})
+            self.page.emulate_media(color_scheme=scheme)
+            self.page.evaluate(SETTLED)
+            if self.page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                scrolls.append(look)
+            if poor := self.page.evaluate(POOR_CONTRAST):
+                pale[look] = poor
+        assert not scrolls, "the page scrolls sideways"
+        assert not pale
         assert self.page.evaluate(UNNAMED) == []
+        self.page.set_viewport_size(own)
+        self.page.emulate_media(color_scheme=self.scheme)
 
 
 def viewers(look: str, chromium: Any, server: Server, **options: Any) -> Iterator[Any]:
@@ -183,5 +200,5 @@ def viewers(look: str, chromium: Any, server: Server, **options: Any) -> Iterato
     width, height, scheme = LOOKS[look]
     size = {"width": width, "height": height}
     context = chromium.new_context(viewport=size, color_scheme=scheme, **options)
-    yield Viewer(context.new_page(), server)
+    yield Viewer(context.new_page(), server, scheme)
     context.close()

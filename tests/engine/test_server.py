@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from browsers import LOOKS, browsing, viewers
+from browsers import USED, browsing, viewers
 from engines import LETTERS, a_prompt, letters
 from jobs import MIXED, Job
 from processes import Server, serving
@@ -272,7 +272,7 @@ def test_the_viewer_says_how_to_fill_gaps(server: Server) -> None:
     """Before anything is sent, and as an error: D2F cannot fill them."""
     command = "diffuplug serve --strategy dual_cache"
     with browsing() as chromium:
-        for look in LOOKS:
+        for look in USED:
             for viewer in viewers(look, chromium, server):
                 page = viewer.open().mode("gaps").page
                 assert command in page.inner_text("#gaps-notice")

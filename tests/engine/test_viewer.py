@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import LOOKS, Viewer, chromium, viewers
+from browsers import USED, Viewer, chromium, viewers
 from PIL import Image
 from processes import Server
 
@@ -28,7 +28,7 @@ PICTURE_BYTES = 300_000
 STEP_BY_STEP = {"dllm_threshold": 1}  # one token a forward
 
 
-@pytest.fixture(params=LOOKS)
+@pytest.fixture(params=USED)
 def viewer(
     request: pytest.FixtureRequest, chromium: Any, bundled_server: Server
 ) -> Iterator[Viewer]:
@@ -163,6 +163,8 @@ def test_policies_are_a_menu(viewer: Viewer) -> None:
     names = page.locator("#policy option").all_inner_texts()
     assert sorted(name.removesuffix(" (default)") for name in names) == sorted(policies)
     assert "(default)" in names[0]
+    page.evaluate("document.getElementById('connection').open = true")
+    page.fill("#max-tokens", "24")
     for policy in set(policies) - {"threshold"}:
         page.select_option("#policy", policy)
         viewer.run(QUESTION)

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from browsers import LOOKS, Viewer, chromium, viewers
+from browsers import USED, Viewer, chromium, viewers
 from processes import KEY, PROXY, Server, free_port
 
 __all__ = ["chromium"]
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 GAPS = "abc [MASK:2] def [MASK:1,2,3] ghi"
 
 
-@pytest.fixture(params=LOOKS)
+@pytest.fixture(params=USED)
 def viewer(
     request: pytest.FixtureRequest, chromium: Any, tiny_server: Server
 ) -> Iterator[Viewer]:
