@@ -1,7 +1,11 @@
-"""5,000 requests, many of them wrong, hostile or abandoned, against one bundled server."""
+"""2,400 requests, many of them wrong, hostile or abandoned, against one bundled server.
+
+``DIFFUPLUG_SOAK_REQUESTS=5000`` sends more of them than `make test-all` has time for.
+"""
 
 import collections
 import json
+import os
 import sys
 import threading
 import time
@@ -16,21 +20,21 @@ import httpx
 import psutil
 import pytest
 from hostile import CHAT, COMPLETIONS, QUESTIONS, Request, each
-from processes import SETTINGS, Server, serving
+from processes import INSIDE, SETTINGS, Server, serving
 
 from dllm_plugin import default_model
 
 pytestmark = pytest.mark.slow
 
-COUNT = 5000
+COUNT = int(os.environ.get("DIFFUPLUG_SOAK_REQUESTS", "2400"))
 AT_ONCE = 16
-PROBE_EVERY = 125
-SECONDS = 900  # for all of them; about a third of it where nothing else runs
+PROBE_EVERY = 60
+SECONDS = 900  # for all of them; about a tenth of it where nothing else runs
 ANSWER_SECONDS = 120
-# The heap of a front end steps once by 23 MB in some runs; what creeps grew 90 MB in a quarter.
+# A front end's heap steps once by 23 MB in some runs; what creeps grew 90 MB in 1,250 requests.
 MOST_GROWTH = 32 << 20
 ADAPTED = {"lora_path": default_model.adapter_path(), "canvas_length": 32}
-VARIABLES = {
+VARIABLES = INSIDE | {
     "VLLM_MAX_N_SEQUENCES": "8",  # vLLM lets a request ask for 16,384 answers
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",  # see benchmarks/reports/worker_memory.md
 }
@@ -219,12 +223,12 @@ def test_a_probes_answer_stays_the_same(seen: Soak) -> None:
 
 
 def test_memory_is_flat(seen: Soak) -> None:
-    """Over the second half, for each process of the server."""
-    assert {"front end", "VLLM::Worker"} <= set(seen.memory)
+    """From the second quarter to the last, for each process of the server."""
+    assert {"front end", "VLLM::EngineCore"} <= set(seen.memory)
     quarter = COUNT // PROBE_EVERY // 4
     for name, sizes in seen.memory.items():
-        third, last = sizes[2 * quarter : 3 * quarter], sizes[3 * quarter :]
-        assert median(last) - median(third) < MOST_GROWTH, (
+        second, last = sizes[quarter : 2 * quarter], sizes[3 * quarter :]
+        assert median(last) - median(second) < MOST_GROWTH, (
             f"{name}: {[s >> 20 for s in sizes]}"
         )
 
