@@ -70,10 +70,8 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the report; 0 if every part of it succeeded, else 1. Raises ValueError."""
-    args = build_parser().parse_args(arguments)
-    named = args.model_option or args.model
-    if args.model not in (None, named):
-        raise ValueError(f"two models are named: {args.model} and {named}")
+    args = build_parser().parse(arguments)
+    named = args.model
     if args.questions is not None and not Path(args.questions).is_file():
         raise ValueError(f"--questions {args.questions} is no file")
     of_model = []

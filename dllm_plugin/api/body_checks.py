@@ -27,6 +27,8 @@ from dllm_plugin.config.validation import shown
 
 SMALLEST, LARGEST = -(2**63), 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
+# Where tools have a schema: of chats, of responses and of messages.
+OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
 OBJECTS = ("structured_outputs", "stream_options")
 REFUSAL = "refusal"
 GRAMMARS = re.compile(
@@ -218,9 +220,8 @@ def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
         for tool in tools if isinstance(tools, list) else ():
             names = (_at(tool, "function", "name"), _at(tool, "name"))
             if chosen is None or chosen in names:
-                found.append(("tools", _at(tool, "function", "parameters")))
-                found.append(("tools", _at(tool, "parameters")))
-                found.append(("tools", _at(tool, "input_schema")))
+                for path in OF_TOOLS:
+                    found.append(("tools", _at(tool, *path)))
     for field, schema in found:
         if isinstance(schema, dict):
             yield field, "json", schema

@@ -77,6 +77,11 @@ def place_suffix(
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(request, name):
             raise ValueError(f"{name} cannot be combined with suffix.")
+    form = request.response_format
+    if request.structured_outputs or (form is not None and form.type != "text"):
+        raise ValueError(
+            "response_format and structured_outputs cannot be combined with suffix."
+        )
     if request.max_tokens is None:
         raise ValueError("suffix needs max_tokens, which bounds its gap: give it.")
     tail = encode(suffix)

@@ -34,19 +34,20 @@ MODEL = "folder, hub name or short name (default: the bundled model)"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
 DTYPES_HELP = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
-UNRECOGNIZED = "unrecognized arguments: "
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
 class Parser(argparse.ArgumentParser):
     """Parse a command line, and end with one sentence and status 2 if it is wrong."""
 
-    def parse(self, arguments: Sequence[str], command: str) -> argparse.Namespace:
-        """Parse a command line whose subparser is chosen by the argument `command`."""
+    def parse(self, arguments: Sequence[str], command: str = "") -> argparse.Namespace:
+        """Parse a command line; `command`: the argument that chooses a subparser."""
         args, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
-            known = self.options_of(getattr(args, command))
+            if not word.startswith("-"):
+                self.error(f"{word!r} is too many: quote a text that has blanks")
+            known = self.options_of(getattr(args, command, ""))
             self.error(f"there is no option {word}{did_you_mean(word, known)}")
         named = getattr(args, "model_option", None)
         if named is not None:
@@ -61,10 +62,6 @@ class Parser(argparse.ArgumentParser):
         if choice is not None:
             word, known = choice.groups()
             message += did_you_mean(word, re.findall(r"'([^']*)'", known))
-        if message.startswith(f"{UNRECOGNIZED}-"):
-            word = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
-            known = did_you_mean(word, self._option_string_actions)
-            message = f"there is no option {word}{known}"
         print(f"diffuplug: error: {message}", file=sys.stderr)
         sys.exit(2)
 

@@ -37,7 +37,7 @@ from dllm_plugin.commands.interrupts import (
     end_now,
 )
 from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
-from dllm_plugin.commands.options import UNRECOGNIZED, flag_of
+from dllm_plugin.commands.options import flag_of
 from dllm_plugin.commands.phases import end_start, is_quiet, quieten, start_log
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
@@ -48,6 +48,7 @@ MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
 
 POLL_SECONDS = 0.05
+UNRECOGNIZED = "unrecognized arguments: "
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 HEALTH, VIEWER = "/health", "/viewer"
 ENGINE_DIED = 1

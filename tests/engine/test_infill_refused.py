@@ -26,6 +26,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("completions", FIM | {"echo": True}, "echo cannot be combined with suffix."),
     (
+        "completions",
+        FIM | {"response_format": {"type": "json_object"}},
+        "response_format and structured_outputs cannot be combined with suffix.",
+    ),
+    (
         "fim/completions",
         FIM | {"diffusion": {"lengths": [64]}},
         'lengths must be an integer, "auto" or at most 16 integers from 1 to max_tokens 12, got '
