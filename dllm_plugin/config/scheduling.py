@@ -126,11 +126,6 @@ def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             f"adaptive {config.adaptive!r} {beside}: only the last stage knows in time where a "
             "canvas starts. Leave one of them out."
         )
-    if vllm_config.model_config.is_moe and not current_platform.is_cpu():
-        raise ValueError(
-            f"a mixture of experts {beside} on GPUs: LLaDA2.1 gave other tokens there than on "
-            "one GPU. Use tensor_parallel_size."
-        )
     worker = vllm_config.parallel_config.worker_cls
     if not is_ours(worker):
         raise ValueError(

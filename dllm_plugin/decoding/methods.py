@@ -147,7 +147,6 @@ causal_window = Method(
     tempered=False,
     canvas_by_default=(0, 2),
     reads=frozenset({"window"}),
-    refuses=frozenset({"full_graphs"}),
 )
 # dLLM `bd3lm.py`
 rounded_blocks = replace(

@@ -51,8 +51,8 @@ DECODES = {
         "nemotron", nemotron.ADAPTED, nemotron.drafted(True), nemotron
     ),
     "idlm": Decodes("idlm", {"canvas_length": 32}, idlm.cases(), idlm),
-    "wedlm": Decodes("wedlm", {}, wedlm.cases("wedlm"), wedlm, False),
-    "wedlm-qwen2": Decodes("wedlm-qwen2", {}, wedlm.cases("wedlm-qwen2"), wedlm, False),
+    "wedlm": Decodes("wedlm", {}, wedlm.cases("wedlm"), wedlm),
+    "wedlm-qwen2": Decodes("wedlm-qwen2", {}, wedlm.cases("wedlm-qwen2"), wedlm),
     "llada2.2": Decodes("llada2.2", {}, llada22.cases(), llada22),
 }
 

@@ -12,6 +12,9 @@ CHECKS = {
     "full-eager": (recorded.check_full, EAGER, "llada", "prefix_cache"),
     "d2f-dream": (recorded.check_d2f, FULL, "d2f_dream"),
     "stable-diffcoder": (recorded.check_blocks, FULL, "stable-diffcoder"),
+    "llada2.1-eager": (recorded.check_blocks, EAGER, "llada2.1"),
+    "llada2.1": (recorded.check_blocks, FULL, "llada2.1"),
+    "sdar-moe-eager": (recorded.check_blocks, EAGER, "sdar-moe"),
     "fast-eager": (recorded.check_blocks, EAGER, "fast-dllm-v2-tied"),
 }
 

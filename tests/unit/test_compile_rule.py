@@ -1,6 +1,5 @@
-"""Test what the machine decides: where a step is compiled, and which stages are refused."""
+"""Test what the machine decides: where a step is compiled."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.machine import resolve_for_machine, uncompiled
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.config.scheduling import refuse_with_stages
 
 MASK = 300
 
@@ -71,24 +69,3 @@ def test_steps_are_compiled_by_default_on_gpus(
     )
     compiled = resolve_for_machine(config, options, decode).compile_step
     assert compiled == dllm.get("compile_step", True)
-
-
-def test_mixtures_are_refused_with_stages_on_gpus(
-    vllm_config_for: Callable[..., Any],
-    checkpoints: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = []
-    for name in ("tiny-llada2.1", "tiny-sdar"):
-        config = vllm_config_for(checkpoints / name)
-        stages = dataclasses.replace(get_decode_config(config), stages=2)
-        refuse_with_stages(config, stages)
-        found.append((config, stages))
-    monkeypatch.setattr(
-        "dllm_plugin.config.scheduling.current_platform.is_cpu", lambda: False
-    )
-    with pytest.raises(
-        ValueError, match="mixture of experts .*_parallel_size 2 on GPU"
-    ):
-        refuse_with_stages(*found[0])
-    refuse_with_stages(*found[1])

@@ -95,7 +95,7 @@ def test_every_row_is_whole() -> None:
         refreshed = (method.scheduler == "refresh", method.logits == "masked")
         assert set(refreshed) == {method.full_attention}
         without_cache = method.full_attention and not method.keeps_kv
-        assert (without_cache or method.reorders) == ("full_graphs" in method.refuses)
+        assert without_cache == ("full_graphs" in method.refuses)
         assert method.options <= set(REQUEST_FIELDS)
     assert {strategy for strategy, _ in METHODS} == set(STRATEGIES)
     assert set(STRATEGY_NAMES) <= set(STRATEGIES), "names that code without torch needs"
