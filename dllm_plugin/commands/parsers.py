@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dllm_plugin
-from dllm_plugin.commands import eval as eval_command
 from dllm_plugin.commands import (
     generate,
     infill,
@@ -62,6 +61,8 @@ measure:
 `diffuplug COMMAND --help` lists the options of a command."""
 ENDED = ("doctor", "eval", "serve")
 OFFLINE = ("generate", "infill", "eval", "watch")
+# Entry points of commands whose package parses what follows.
+EXTENSIONS = {"bench": "bench", "eval": "eval_tables", "report": "report"}
 
 
 def build_parser() -> Parser:
@@ -84,14 +85,13 @@ def build_parser() -> Parser:
     infill.add_parser(commands)
     serve.add_parser(commands)
     watch.add_parser(commands)
-    eval_command.add_parser(commands)
     _add_doctor(commands)
     _add_verify(commands)
     parser_of_models = commands.add_parser("models")
     parser_of_models.add_argument("name", nargs="?", help="show one, such as sdar:8b")
     parser_of_models.set_defaults(run=lambda args: models.run(args.name))
-    commands.add_parser("bench")
-    commands.add_parser("report")
+    for name in EXTENSIONS:
+        commands.add_parser(name)
     return parser
 
 
@@ -184,7 +184,7 @@ def _prepare(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if args.command not in OFFLINE:
         os.environ.setdefault(LEVEL, "WARNING")
-    elif args.model is None:  # these show phases in place of the log
+    elif getattr(args, "model", "") is None:  # these show phases in place of the log
         spin_briefly()
 
 
@@ -210,7 +210,7 @@ def _output_is_cut() -> bool:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; print one sentence and exit with 2 if it is wrong."""
     command, rest = arguments[:1], arguments[1:]
-    if command in (["bench"], ["report"]):  # whose package parses what follows
+    if command and command[0] in EXTENSIONS:
         return argparse.Namespace(
             command=command[0], arguments=rest, run=_run_extension
         )
@@ -242,5 +242,5 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 
 def _run_extension(args: argparse.Namespace) -> int:
-    command = load_command(args.command, f"diffuplug {args.command}")
+    command = load_command(EXTENSIONS[args.command], f"diffuplug {args.command}")
     return command(args.arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from diffuplug_bench import cli as bench
+from diffuplug_bench.eval import tables
 from diffuplug_bench.eval.scores import progress_bar
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, parsers, phases, server
@@ -214,10 +215,9 @@ def surface(parser: argparse.ArgumentParser, name: str = "") -> dict[str, list[s
 
 
 def test_options_are_frozen() -> None:
-    assert (
-        surface(parsers.build_parser()) | surface(bench.build_parser(), "bench")
-        == COMMAND_OPTIONS
-    )
+    found = surface(parsers.build_parser())
+    found |= surface(bench.build_parser(), "bench")
+    assert found | surface(tables.build_parser(), "eval") == COMMAND_OPTIONS
 
 
 def test_bundled_model_is_the_default() -> None:

@@ -395,7 +395,7 @@ def test_a_command_of_a_distribution_that_is_not_installed(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert cli.main(words) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"diffuplug: error: `diffuplug {' '.join(words[:2])[:5]}")
+    assert error.startswith(f"diffuplug: error: `diffuplug {words[0]}` is an entry")
     assert "which is not installed here: run `pip install`" in error
 
 

@@ -18,6 +18,7 @@ from documented import (
 )
 
 from diffuplug_bench import cli as bench
+from diffuplug_bench.eval import tables
 from dllm_plugin.commands import parsers, serve
 from dllm_plugin.config.options import OPTIONS, REQUEST_PREFIX, Options
 from dllm_plugin.config.request.arguments import ARGUMENTS
@@ -48,8 +49,9 @@ def test_command(page: str, line: str) -> None:
         serve_with_omni(arguments)
         return
     assert program == "diffuplug", f"{page}: no rule to check {line!r}"
-    if arguments[0] == "bench":
-        bench.build_parser().parse_args(arguments[1:])
+    if arguments[0] in ("bench", "eval"):
+        package = bench if arguments[0] == "bench" else tables
+        package.build_parser().parse_args(arguments[1:])
         return
     if arguments[0] != "serve":
         parsers.build_parser().parse_args(arguments)
