@@ -21,19 +21,15 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
-from dllm_plugin.api.frames import (
-    CHAT_CHUNK,
-    COMPLETION_CHUNK,
-    FrameSource,
-    with_frames,
-)
-from dllm_plugin.api.watched_engine import WatchedEngine, add_counts, with_counts
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
+
+from .frames import CHAT_CHUNK, COMPLETION_CHUNK, FrameSource, with_frames
+from .watched_engine import WatchedEngine, add_counts, with_counts
 
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]

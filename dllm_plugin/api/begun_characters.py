@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dllm_plugin.api.frames import BROKEN, LONGEST_CHARACTER
+from .frames import BROKEN, LONGEST_CHARACTER
 
 
 class BegunCharacters:

@@ -8,21 +8,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from dllm_plugin.api.answers import (
-    FIELD,
-    Asked,
-    Reply,
-    answer,
-    encoder,
-    our_endpoints,
-    refusal,
-)
-from dllm_plugin.api.frames import END, EVENT, event_of
-from dllm_plugin.api.scorer import Refused, Scorer, check_ended, together
-from dllm_plugin.api.watched_engine import Counts, WatchedEngine, total
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
 from dllm_plugin.infilling.gaps import Gapped, filled
 from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
+
+from .answers import FIELD, Asked, Reply, answer, encoder, our_endpoints, refusal
+from .frames import END, EVENT, event_of
+from .scorer import Refused, Scorer, check_ended, together
+from .watched_engine import Counts, WatchedEngine, total
 
 # Fields of a whole reply's choice that a stream has, too.
 OF_STREAM = (

@@ -15,7 +15,17 @@ from vllm.entrypoints.serve.utils.api_utils import (
     with_cancellation,
 )
 
-from dllm_plugin.api.answers import (
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.request.checks import check_length, no_template
+from dllm_plugin.config.validation import shown
+from dllm_plugin.infilling.gaps import Gapped, cut, filled, parts_of, together
+from dllm_plugin.infilling.lengths import (
+    canvas_positions,
+    most_positions,
+    place_each,
+)
+
+from .answers import (
     FIELD,
     Asked,
     Encoder,
@@ -27,18 +37,9 @@ from dllm_plugin.api.answers import (
     read_fields,
     refusal,
 )
-from dllm_plugin.api.chosen import fill
-from dllm_plugin.api.frames import changed
-from dllm_plugin.api.routes import CHECKS, FillRequest, reply_to
-from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.checks import check_length, no_template
-from dllm_plugin.config.validation import shown
-from dllm_plugin.infilling.gaps import Gapped, cut, filled, parts_of, together
-from dllm_plugin.infilling.lengths import (
-    canvas_positions,
-    most_positions,
-    place_each,
-)
+from .chosen import fill
+from .frames import changed
+from .routes import CHECKS, FillRequest, reply_to
 
 router = APIRouter()
 OF_INFILL = ("text", "parts", "messages", "draft", "rewrite", "slack")

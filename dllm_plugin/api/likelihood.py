@@ -22,13 +22,14 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 from vllm.utils import random_uuid
 
-from dllm_plugin.api.answers import as_response, endpoints, not_ours
-from dllm_plugin.api.scorer import Refused, Scorer, together
-from dllm_plugin.api.watched_engine import total
 from dllm_plugin.config.request.checks import check_length, no_template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
 from dllm_plugin.infilling.lengths import Scoring
+
+from .answers import as_response, endpoints, not_ours
+from .scorer import Refused, Scorer, together
+from .watched_engine import total
 
 
 class Text(NamedTuple):

@@ -7,13 +7,14 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
-from dllm_plugin.api import begun_characters, infilling, viewer
-from dllm_plugin.api import likelihood as likelihood_route
-from dllm_plugin.api.answers import Endpoints
-from dllm_plugin.api.body_checks import BodyChecks
-from dllm_plugin.api.routes import router
 from dllm_plugin.config.decode import get_decode_config, is_ours
 from dllm_plugin.decoding.families import FAMILIES, Family
+
+from . import begun_characters, infilling, viewer
+from . import likelihood as likelihood_route
+from .answers import Endpoints
+from .body_checks import BodyChecks
+from .routes import router
 
 
 class EndpointPlugin:

@@ -18,7 +18,14 @@ from vllm.entrypoints.serve.utils.api_utils import (
     with_cancellation,
 )
 
-from dllm_plugin.api.answers import (
+from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.options import FILL
+from dllm_plugin.config.request.arguments import STATISTICS
+from dllm_plugin.config.request.checks import check_length, no_template
+from dllm_plugin.infilling.gaps import AUTO, Gapped, Part
+from dllm_plugin.infilling.lengths import canvas_positions, lengths_of, room_for_gaps
+
+from .answers import (
     FIELD,
     Body,
     Encoder,
@@ -32,13 +39,7 @@ from dllm_plugin.api.answers import (
     read_fields,
     refusal,
 )
-from dllm_plugin.api.chosen import fill
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.options import FILL
-from dllm_plugin.config.request.arguments import STATISTICS
-from dllm_plugin.config.request.checks import check_length, no_template
-from dllm_plugin.infilling.gaps import AUTO, Gapped, Part
-from dllm_plugin.infilling.lengths import canvas_positions, lengths_of, room_for_gaps
+from .chosen import fill
 
 
 class FillRequest(CompletionRequest):

@@ -20,11 +20,12 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
 
-from dllm_plugin.api.answers import Endpoints
-from dllm_plugin.api.watched_engine import WatchedEngine
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import STATISTICS, TARGETS, TEMPLATE
 from dllm_plugin.infilling.lengths import Scoring
+
+from .answers import Endpoints
+from .watched_engine import WatchedEngine
 
 
 class Refused(Exception):

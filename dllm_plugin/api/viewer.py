@@ -16,8 +16,9 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 
 from dllm_plugin import __version__
-from dllm_plugin.api.answers import Endpoints, encoder, endpoints, not_ours
 from dllm_plugin.decoding.methods import methods_of
+
+from .answers import Endpoints, encoder, endpoints, not_ours
 
 PAGE = resources.files("dllm_plugin.api") / "page"
 STYLE = re.compile(r'<link rel="stylesheet" href="(\w+\.css)">')

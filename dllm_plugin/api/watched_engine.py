@@ -21,7 +21,6 @@ from vllm.tracing import (
     instrument_manual,
 )
 
-from dllm_plugin.api.frames import FrameSource, changed, trace_of
 from dllm_plugin.config.carriers import (
     unpack_drafts,
     unpack_positions,
@@ -30,6 +29,8 @@ from dllm_plugin.config.carriers import (
     unpack_widths,
 )
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES
+
+from .frames import FrameSource, changed, trace_of
 
 SPAN = "diffusion_decode"
 PREFIX = "diffuplug."

@@ -44,7 +44,8 @@ def take_distinct(vllm_config: VllmConfig) -> None:
 
 
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
     attention = vllm_config.attention_config
     if get_decode_config(vllm_config).method.causal:
         yield "sees blocks whole, but this model stores them by causal forwards"
@@ -204,7 +205,8 @@ def asked_backends(
 
 def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[str]:
     model = vllm_config.model_config
-    head_size, dtype = model.get_head_size(), str(model.dtype).removeprefix("torch.")
+    head_size = model.get_head_size()
+    dtype = str(model.dtype).removeprefix("torch.")
     if version not in (2, 3):
         found = f"FlashAttention {version}" if version else "none"
         yield (

@@ -23,9 +23,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from dllm_plugin.attention.backends import FLASH_ATTN
-from dllm_plugin.attention.kv_groups import ExtraArguments, KVGroups
 from dllm_plugin.config.decode import get_decode_config
+
+from .backends import FLASH_ATTN
+from .kv_groups import ExtraArguments, KVGroups
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -70,7 +71,8 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     quantised = is_quantized_kv_cache(vllm_config.cache_config.cache_dtype)
     if not chosen or quantised or envs.VLLM_BATCH_INVARIANT:
         return {}
-    model, config = vllm_config.model_config, get_decode_config(vllm_config)
+    model = vllm_config.model_config
+    config = get_decode_config(vllm_config)
     parallel = vllm_config.parallel_config
     heads = model.get_num_attention_heads(parallel)
     kv_heads = model.get_num_kv_heads(parallel)
@@ -137,7 +139,8 @@ class CascadeBuffers:
         if names != self.named:
             self._number_requests()
             self.named = names
-        canvases, slots = batch.num_reqs, self.sequences_per_request
+        canvases = batch.num_reqs
+        slots = self.sequences_per_request
         padded = len(seq_lens) // slots
         self.context[canvases:padded].zero_()
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
@@ -159,7 +162,8 @@ class CascadeBuffers:
             start_loc: int32 ``[B + 1]`` where the sequences of the suffix begin, padding included.
         """
         count = len(start_loc) - 1
-        canvases, padded = batch.num_reqs, count // self.sequences_per_request
+        canvases = batch.num_reqs
+        padded = count // self.sequences_per_request
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
         keys, request = self.keys[:count], self.request[:count]
         suffix = CanvasSuffix(start_loc, keys, request, length)

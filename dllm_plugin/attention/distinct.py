@@ -46,11 +46,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from dllm_plugin.attention.backends import HEAD_SIZES, PAGE_UNIT
-from dllm_plugin.attention.kv_groups import ExtraArguments, KVGroups
 from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
 from dllm_plugin.kernels.paged_attention import reference as attention_reference
+
+from .backends import HEAD_SIZES, PAGE_UNIT
+from .kv_groups import ExtraArguments, KVGroups
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata

@@ -27,10 +27,11 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from dllm_plugin.attention.cascade import CanvasSuffix
-from dllm_plugin.attention.prefills import max_sequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.kernels.rotate_and_store import FLOAT8, rotate_and_store
+
+from .cascade import CanvasSuffix
+from .prefills import max_sequences
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -112,7 +113,8 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
     ) -> Tensor | None:
         """Copy a step's schedule into the buffer that graphs read; vLLM clears the rest of it."""
         if self.use_full_cuda_graph and scheduler_metadata is not None:
-            needed, size = len(scheduler_metadata), len(self.scheduler_metadata)
+            needed = len(scheduler_metadata)
+            size = len(self.scheduler_metadata)
             assert needed <= size, (
                 f"FlashAttention's schedule of this step takes {needed} entries, but the buffer "
                 f"sized by `max_sequences` has room for {size}."
@@ -122,7 +124,8 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
 
 def _max_sequences_of(vllm_config: VllmConfig) -> int:
     scheduler = vllm_config.scheduler_config
-    requests, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    requests = scheduler.max_num_seqs
+    tokens = scheduler.max_num_batched_tokens
     given = vllm_config.additional_config
     if not isinstance(given, dict) or "dllm" not in given:
         # The configuration of another model, which has one sequence per request.

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.attention.prefills import (
+from dllm_plugin.kernels.floating import lay_out, lay_out_reference
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .prefills import (
     Sequences,
     SequenceTensors,
     joined,
@@ -19,8 +22,6 @@ from dllm_plugin.attention.prefills import (
     upload,
     without_empty,
 )
-from dllm_plugin.kernels.floating import lay_out, lay_out_reference
-from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch

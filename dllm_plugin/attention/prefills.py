@@ -16,10 +16,11 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.plan import prefill_segments
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .kv_groups import KVGroups
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -75,7 +76,8 @@ def upload(
     count = len(sequences.length_B)
     packed = np.zeros((3, count + 1), dtype=np.int32)
     packed[0, 1:] = np.cumsum(sequences.length_B)
-    packed[1, :-1], packed[2, :-1] = sequences.request_B, sequences.unseen_B
+    packed[1, :-1] = sequences.request_B
+    packed[2, :-1] = sequences.unseen_B
     on_device = async_tensor_h2d(packed, device=states.device)
     request_B = on_device[1, :count].to(torch.int64)
     # An idle data-parallel rank computes one dummy request longer than a block table's row.

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from dllm_plugin.attention.backends import CUSTOM, FLASH_ATTN, FLEX_ATTENTION
+from .backends import CUSTOM, FLASH_ATTN, FLEX_ATTENTION
 
 DISTINCT = "dllm_plugin.attention.distinct.DistinctBackend"
 FLEX = "dllm_plugin.attention.flex.SegmentFlexBackend"

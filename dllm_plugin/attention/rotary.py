@@ -40,7 +40,7 @@ def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
     """
     if backend != AttentionBackendEnum.FLASH_ATTN:
         return
-    from dllm_plugin.attention.flash import RotatingFlashBackend, SegmentFlashImpl
+    from .flash import RotatingFlashBackend, SegmentFlashImpl
 
     for layer in model.modules():
         if not isinstance(layer, LlamaAttention | Qwen2Attention):

@@ -33,11 +33,15 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 
-from dllm_plugin.attention.cascade import CascadeBuffers
-from dllm_plugin.attention.distinct import SpanBuffers
-from dllm_plugin.attention.floating import captured_floating, floating_sequences
-from dllm_plugin.attention.kv_groups import KVGroups
-from dllm_plugin.attention.prefills import (
+from dllm_plugin.config.cuda_graphs import captured_lengths
+from dllm_plugin.decoding.plan import canvas_segments
+from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .cascade import CascadeBuffers
+from .distinct import SpanBuffers
+from .floating import captured_floating, floating_sequences
+from .kv_groups import KVGroups
+from .prefills import (
     Sequences,
     SequenceTensors,
     causal_metadata,
@@ -49,9 +53,6 @@ from dllm_plugin.attention.prefills import (
     upload,
     without_empty,
 )
-from dllm_plugin.config.cuda_graphs import captured_lengths
-from dllm_plugin.decoding.plan import canvas_segments
-from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -73,7 +74,8 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
     num_canvases = count_canvases(batch)
     parts = []
     if num_canvases:
-        canvas, length = spans[:num_canvases], lengths[:num_canvases]
+        canvas = spans[:num_canvases]
+        length = lengths[:num_canvases]
         stops = canvas_segments(canvas, length, blocks)
         zeros = np.zeros_like(canvas)
         parts.append(of_segments(0, stops, zeros, canvas))
@@ -115,7 +117,9 @@ class AttentionSequences:
                 that each request computes; empty: none does.
         """
         config, device = states.config, states.device
-        self.states, self.device, self.method = states, device, config.method
+        self.states = states
+        self.device = device
+        self.method = config.method
         self.spans: SpanBuffers | None = None
         if config.kv_cache_layout == "distinct":
             self.spans = SpanBuffers(max_num_reqs, max_num_tokens, device)
@@ -180,7 +184,8 @@ class AttentionSequences:
         tables = () if self.spans is not None or use_cascade else block_tables
         list_sequences = self.captured if is_full else self.eager
         sequences = list_sequences(batch, tables)
-        count, num_tokens = len(sequences.seq_lens), batch.num_tokens
+        count = len(sequences.seq_lens)
+        num_tokens = batch.num_tokens
         assert count <= self.max_sequences, (
             f"{count} attention sequences in a step of {num_tokens} tokens and {batch.num_reqs} "
             f"requests; the buffers of backends have room for {self.max_sequences}."
@@ -279,7 +284,8 @@ class AttentionSequences:
         """
         if self.states.floating is not None:
             return self._captured_floating(batch, block_tables)
-        canvases, padded = batch.num_reqs, batch.num_reqs_after_padding
+        canvases = batch.num_reqs
+        padded = batch.num_reqs_after_padding
         length, rest = divmod(batch.num_tokens, canvases)
         assert not rest and length in self.captured_lengths, (
             f"{batch.num_tokens} tokens of {canvases} requests are neither canvases nor blocks."
@@ -325,8 +331,9 @@ class AttentionSequences:
         of = (batch.num_computed_tokens_np.tobytes(), drafted)
         if of != self._unseen_of:
             self._unseen_of = of
-            unseen = batch_sequences(batch, self.states).unseen_B.astype(np.int32)
-            on_device = async_tensor_h2d(unseen[:, None], device=self.device)
+            unseen = batch_sequences(batch, self.states).unseen_B
+            unseen = unseen.astype(np.int32)[:, None]
+            on_device = async_tensor_h2d(unseen, device=self.device)
             self.unseen_RS = on_device
 
     def _captured_floating(
@@ -335,7 +342,8 @@ class AttentionSequences:
         """Fill those buffers for floating canvases, whose sequences only the device knows."""
         padded = batch.num_reqs_after_padding
         count = padded * self.sequences_per_request
-        starts, keys = self.query_start_loc[: count + 1], self.seq_lens[:count]
+        starts = self.query_start_loc[: count + 1]
+        keys = self.seq_lens[:count]
         on_host = captured_floating(batch, self.states, starts, keys)
         tables = self._persistent(block_tables, padded) if block_tables else []
         return SequenceTensors(
@@ -344,7 +352,8 @@ class AttentionSequences:
 
     def _lay_out(self, length: int, block_lengths: np.ndarray, padded: int) -> None:
         """Write where sequences begin, for requests that compute `length` positions each."""
-        num_reqs, slots = len(block_lengths), self.sequences_per_request
+        num_reqs = len(block_lengths)
+        slots = self.sequences_per_request
         whole = np.full(num_reqs, length)
         if self.method.full_attention:
             stops = whole[:, None]
@@ -358,7 +367,8 @@ class AttentionSequences:
         async_tensor_h2d(starts, out=self.query_start_loc[: len(starts)])
         if self.cascade is not None:
             self.cascade.lay_out(stops)
-        unseen, self._unseen_of = (length - stops).astype(np.int32), None
+        unseen = (length - stops).astype(np.int32)
+        self._unseen_of = None
         self.unseen_RS = async_tensor_h2d(unseen, device=self.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0
 

@@ -11,7 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a failure, or 2 for wrong options."""
     if argv is None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
-    from dllm_plugin.commands import parsers
+    from . import parsers
 
     return parsers.run(argv)
 

@@ -13,9 +13,6 @@ from vllm.usage.usage_lib import UsageContext
 
 import dllm_plugin
 from dllm_plugin.attention.backends import REASONS, backend_name
-from dllm_plugin.commands.forecast import Load, forecast
-from dllm_plugin.commands.models import is_elsewhere, read_config, refuse_unserved
-from dllm_plugin.commands.offline import missing_device, one_sentence
 from dllm_plugin.config.cuda_graphs import (
     allowed_widths,
     captured_graphs,
@@ -39,6 +36,10 @@ from dllm_plugin.models.checkpoints.sizes import (
 )
 from dllm_plugin.models.checkpoints.step_costs import step_costs
 from dllm_plugin.models.checkpoints.trained_for import find_mask_token
+
+from .forecast import Load, forecast
+from .models import is_elsewhere, read_config, refuse_unserved
+from .offline import missing_device, one_sentence
 
 
 def run(options: dict[str, Any], load: Load | None = None) -> int:

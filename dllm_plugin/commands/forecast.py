@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dllm_plugin.commands.options import flag_of, given
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 from dllm_plugin.decoding.step_costs import MeasuredCosts, StepCosts
 from dllm_plugin.decoding.widths import WidthController, choose, widths_between
+
+from .options import flag_of, given
 
 EXAMPLE, CONTEXT = "0.9:2.5", 1024
 WINDOWS = ("min_window", "max_window")

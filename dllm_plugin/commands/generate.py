@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dllm_plugin.commands.offline import (
+from .offline import (
     collecting_later,
     engine_options,
     num_forwards,
@@ -15,7 +15,7 @@ from dllm_plugin.commands.offline import (
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.commands.options import (
+from .options import (
     add_max_tokens,
     add_model_options,
     add_sampling,
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     grammar = grammar_of(args)
-    from dllm_plugin.commands.phases import screen
+    from .phases import screen
 
     with screen(args.verbose) as shown:
         with collecting_later():

@@ -5,15 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.commands.generate import summary
-from dllm_plugin.commands.offline import (
-    conversation,
-    engine_options,
-    num_forwards,
-    start_engine,
-    stop_engine,
-)
-from dllm_plugin.commands.options import add_model_options, add_sampling, add_verbose
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
 from dllm_plugin.infilling.gaps import (
     Filled,
@@ -30,6 +21,16 @@ from dllm_plugin.infilling.lengths import (
     scoring_of,
     told,
 )
+
+from .generate import summary
+from .offline import (
+    conversation,
+    engine_options,
+    num_forwards,
+    start_engine,
+    stop_engine,
+)
+from .options import add_model_options, add_sampling, add_verbose
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
     args.strategy = args.strategy or STRATEGY
     options, parts = engine_options(args), parts_of_text(args.text)
-    from dllm_plugin.commands.phases import screen
     from dllm_plugin.config.decode import get_decode_config
+
+    from .phases import screen
 
     with screen(args.verbose) as shown:
         llm = start_engine(options, shown.log)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.interrupts import StartError
-from dllm_plugin.commands.models import check_decoding, check_model, check_quantization
-from dllm_plugin.commands.options import DECODE_OPTIONS, given, given_options
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
+
+from .interrupts import StartError
+from .models import check_decoding, check_model, check_quantization
+from .options import DECODE_OPTIONS, given, given_options
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -130,7 +131,7 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
         gc.freeze()
         return LLM(**options)
     except RuntimeError as error:
-        from dllm_plugin.commands.phases import why_not_started
+        from .phases import why_not_started
 
         raise StartError(why_not_started(error, log)) from error
 

@@ -9,23 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import dllm_plugin
-from dllm_plugin.commands import (
-    generate,
-    infill,
-    interrupts,
-    models,
-    serve,
-    watch,
-)
-from dllm_plugin.commands.installation import load_command
-from dllm_plugin.commands.models import check_files
-from dllm_plugin.commands.offline import (
-    collecting_later,
-    engine_options,
-    one_sentence,
-    spin_briefly,
-)
-from dllm_plugin.commands.options import (
+
+from . import generate, infill, interrupts, models, serve, watch
+from .installation import load_command
+from .models import check_files
+from .offline import collecting_later, engine_options, one_sentence, spin_briefly
+from .options import (
     Parser,
     add_count,
     add_decode_options,
@@ -199,7 +188,7 @@ def _end_process(status: int) -> NoReturn:
 
 def _output_is_cut() -> bool:
     """Return whether nobody reads standard output; Python's last flush then goes nowhere."""
-    from dllm_plugin.commands.phases import open_nowhere, reader_has_gone
+    from .phases import open_nowhere, reader_has_gone
 
     cut = reader_has_gone(1)
     if cut:
@@ -226,7 +215,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _run_verify(args: argparse.Namespace) -> int:
     engine_options(args)  # refuses wrong ones before vLLM is imported
-    from dllm_plugin.commands.verify import command
+    from .verify import command
 
     return command.run(args)
 
@@ -234,7 +223,7 @@ def _run_verify(args: argparse.Namespace) -> int:
 def _run_doctor(args: argparse.Namespace) -> int:
     options = engine_options(args, check_files)
     with collecting_later():
-        from dllm_plugin.commands import doctor, forecast
+        from . import doctor, forecast
 
         config = options["additional_config"]
         config["dllm"] = forecast.with_widths(args, config["dllm"])

@@ -17,7 +17,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.status import Status
 
-from dllm_plugin.commands.interrupts import StartError, cleaning_up
+from .interrupts import StartError, cleaning_up
 
 # What vLLM logs when a phase of its start begins, in order; a test finds them in its source.
 MARKERS = {

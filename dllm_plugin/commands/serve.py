@@ -16,15 +16,12 @@ from typing import Any
 import yaml
 
 from dllm_plugin import default_model
-from dllm_plugin.commands.models import (
-    check_decoding,
-    check_folder,
-    check_served,
-    is_elsewhere,
-    resolve,
-)
-from dllm_plugin.commands.offline import BUNDLED_MEMORY, add_adapter, spin_briefly
-from dllm_plugin.commands.options import (
+from dllm_plugin.config.options import OPTIONS, Options
+from dllm_plugin.config.validation import did_you_mean
+
+from .models import check_decoding, check_folder, check_served, is_elsewhere, resolve
+from .offline import BUNDLED_MEMORY, add_adapter, spin_briefly
+from .options import (
     DECODE_OPTIONS,
     Parser,
     add_flags,
@@ -34,8 +31,6 @@ from dllm_plugin.commands.options import (
     given_options,
     json_or_text,
 )
-from dllm_plugin.config.options import OPTIONS, Options
-from dllm_plugin.config.validation import did_you_mean
 
 HELP = (
     "Serves a diffusion language model over HTTP. Without MODEL it serves the bundled model "
@@ -63,7 +58,7 @@ FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 def run(arguments: Sequence[str]) -> int:
     """Serve in this process, so that signals and the exit status are the server's own."""
     if any(word.startswith("--help=") for word in arguments):
-        from dllm_plugin.commands.server import serve
+        from .server import serve
 
         return serve(arguments)
     command = server_arguments(arguments)
@@ -75,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
             "diffuplug: starting vLLM (VLLM_LOGGING_LEVEL=INFO shows its log)",
             file=sys.stderr,
         )
-    from dllm_plugin.commands.server import serve
+    from .server import serve
 
     model = command[0] if command and not command[0].startswith("-") else None
     if model is not None and not is_readable(model, command):

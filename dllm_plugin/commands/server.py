@@ -30,19 +30,15 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_plugin.commands.interrupts import (
-    INTERRUPTED,
-    TERMINATED,
-    Interrupts,
-    end_now,
-)
-from dllm_plugin.commands.models import architecture_of, read_config, why_unserved
-from dllm_plugin.commands.options import flag_of
-from dllm_plugin.commands.phases import end_start, is_quiet, quieten, start_log
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import did_you_mean
 from dllm_plugin.decoding.families import FAMILIES
+
+from .interrupts import INTERRUPTED, TERMINATED, Interrupts, end_now
+from .models import architecture_of, read_config, why_unserved
+from .options import flag_of
+from .phases import end_start, is_quiet, quieten, start_log
 
 MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end

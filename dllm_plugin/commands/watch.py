@@ -7,23 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dllm_plugin.commands.generate import summary
-from dllm_plugin.commands.offline import (
+from dllm_plugin.config.options import REQUEST_PREFIX
+from dllm_plugin.config.request.arguments import FRAMES
+
+from .generate import summary
+from .offline import (
     engine_options,
     num_forwards,
     start_engine,
     stop_engine,
     stream_answer,
 )
-from dllm_plugin.commands.options import (
-    add_max_tokens,
-    add_model_options,
-    add_verbose,
-    flag_of,
-    given,
-)
-from dllm_plugin.config.options import REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import FRAMES
+from .options import add_max_tokens, add_model_options, add_verbose, flag_of, given
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -85,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             "--api-key is that of a server: give its --url, or leave it out"
         )
     options = engine_options(args)
-    from dllm_plugin.commands.phases import screen
+    from .phases import screen
 
     with screen(args.verbose) as started:
         llm = start_engine(options, started.log)

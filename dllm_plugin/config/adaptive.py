@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.config.options import Options
-from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import Family
 from dllm_plugin.decoding.method import Method
 
+from .options import Options
+from .validation import shown
+
 if TYPE_CHECKING:  # which imports vLLM, and commands check options before
-    from dllm_plugin.config.decode import DecodeConfig
+    from .decode import DecodeConfig
 
 CONTRACT = (
     "adaptive %s: steps compute %d to %d positions of each canvas, chosen by load, so a text "

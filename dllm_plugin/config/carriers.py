@@ -104,7 +104,8 @@ def pack_trace(output: "EngineCoreOutput", rows_P2: np.ndarray) -> None:
 
 def unpack_trace(completion: "CompletionOutput") -> np.ndarray | None:
     """Remove the joined rows from a completion that ended, and return them."""
-    rows_P2, completion.routed_experts = completion.routed_experts, None
+    rows_P2 = completion.routed_experts
+    completion.routed_experts = None
     return rows_P2
 
 

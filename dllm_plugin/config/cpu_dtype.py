@@ -112,9 +112,11 @@ def choose_dtype(
     if weights is not None and memory.holds(weights):
         line = f"dtype is float32: {NO_UNITS}; --dtype {kept} takes what vLLM would choose."
         return DtypeChoice(torch.float32, NO_UNITS, line)
-    why, size = "its size is not known", "the size of the weights is not known"
+    why = "its size is not known"
+    size = "the size of the weights is not known"
     if weights is not None:
-        why, size = "float32 does not fit", _too_large(weights, memory)
+        why = "float32 does not fit"
+        size = _too_large(weights, memory)
     line = (
         f"dtype stays {kept} although {NO_UNITS}: {COST}. {size}: --dtype float32 takes it "
         "all the same."
@@ -123,7 +125,8 @@ def choose_dtype(
 
 
 def _too_large(weights: int, memory: Memory) -> str:
-    gib, kv = 1 << 30, memory.kv_least if memory.kv_asked is None else memory.kv_asked
+    gib = 1 << 30
+    kv = memory.kv_least if memory.kv_asked is None else memory.kv_asked
     return (
         f"float32 needs {weights / gib:.1f} GiB beside a KV cache of {kv / gib:.1f}, and vLLM may "
         f"use {memory.share:g} of {memory.total / gib:.1f} (gpu_memory_utilization)"

@@ -14,9 +14,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
-from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.full_attention import limit
 from dllm_plugin.decoding.widths import allowed, widths_between, widths_worth
+
+from .decode import DecodeConfig
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -55,13 +56,17 @@ def capture_sizes(
 
 def _counts(most: int, fine: int = 0) -> list[int]:
     """Return the numbers of requests to capture; above `fine`, unless 0, every other number."""
-    counts = [n for n in (1, 2, 4) if n < most] + list(range(8, most, 8)) + [most]
-    return [n for n in counts if not fine or n <= fine or n % 16 == 0 or n == most]
+    counts = [n for n in (1, 2, 4, *range(8, most, 8)) if n < most]
+    if fine:
+        counts = [n for n in counts if n <= fine or n % 16 == 0]
+    return [*counts, most]
 
 
 def canvases_needed(counts: Sequence[int], alone: int) -> int:
     """Count the ascending numbers of canvases that steps of fewer than `alone` requests need."""
-    return sum(before < alone - 1 for before in (0, *counts[:-1])) if counts else 0
+    if not counts:
+        return 0
+    return sum(before < alone - 1 for before in (0, *counts[:-1]))
 
 
 def block_counts(
@@ -85,7 +90,9 @@ def uniform_graphs(
 
     Graphs of whole canvases are vLLM's own. `sizes`: captured sizes in tokens.
     """
-    sizes, block, canvas = list(sizes), config.block_length, config.canvas_length
+    sizes = list(sizes)
+    block = config.block_length
+    canvas = config.canvas_length
     if config.method.full_attention:
         return _full_attention_graphs(config, sizes, max_num_seqs, max_num_tokens)
     # The scheduler keeps room for a whole canvas of every running request.
@@ -116,11 +123,13 @@ def _full_attention_graphs(
         most |= dict.fromkeys(rest_lengths(config), few)
     else:
         most[config.block_length] = max_num_seqs
-    graphs = {
-        length: block_counts(sizes, length, 1, min(count, max_num_tokens // length))
-        for length, count in sorted(most.items())
-    }
-    return {length: counts for length, counts in graphs.items() if counts}
+    graphs = {}
+    for length, count in sorted(most.items()):
+        fits = min(count, max_num_tokens // length)
+        counts = block_counts(sizes, length, 1, fits)
+        if counts:
+            graphs[length] = counts
+    return graphs
 
 
 def captured_lengths(config: DecodeConfig) -> Collection[int]:
@@ -132,7 +141,8 @@ def captured_lengths(config: DecodeConfig) -> Collection[int]:
 
 def rest_lengths(config: DecodeConfig) -> set[int]:
     """Return the lengths of forwards that reach from their block to the end of the canvas."""
-    block, window = config.block_length, limit(config.defaults.suffix_window)
+    block = config.block_length
+    window = limit(config.defaults.suffix_window)
     rests = range(0, config.canvas_length - block + 1, block)
     return {block + min(window, rest) for rest in rests}
 
@@ -145,7 +155,8 @@ def refresh_lengths(config: DecodeConfig) -> set[int]:
     there are too many lengths.
     """
     asked, block = config.defaults, config.block_length
-    blocks, window = config.canvas_length // block, limit(asked.suffix_window)
+    blocks = config.canvas_length // block
+    window = limit(asked.suffix_window)
     lengths = set()
     for number in range(1, blocks):
         answer = number * block  # decided positions before the block
@@ -191,10 +202,13 @@ def captured_graphs(
     """Return the full graphs that our worker captures, as `uniform_graphs` does."""
     compilation = vllm_config.compilation_config
     scheduler = vllm_config.scheduler_config
-    mode, sizes = compilation.cudagraph_mode, compilation.cudagraph_capture_sizes
+    mode = compilation.cudagraph_mode
+    sizes = compilation.cudagraph_capture_sizes
     if vllm_config.parallel_config.worker_cls != WORKER or not sizes:
         return {}
-    if mode is None or not (mode.separate_routine() and mode.has_full_cudagraphs()):
+    if mode is None or not mode.has_full_cudagraphs():
+        return {}
+    if not mode.separate_routine():
         return {}
     limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return uniform_graphs(config, sizes, *limits)
@@ -268,14 +282,15 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
 
 def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Choose which graphs are captured, of what sizes and by which worker."""
-    parallel = vllm_config.parallel_config
-    given, mode = parallel.worker_cls, vllm_config.compilation_config.cudagraph_mode
-    parallel.worker_cls = worker_for(config, given, mode, can_capture(vllm_config))
+    parallel, method = vllm_config.parallel_config, config.method
+    mode = vllm_config.compilation_config.cudagraph_mode
+    can = can_capture(vllm_config)
+    parallel.worker_cls = worker_for(config, parallel.worker_cls, mode, can)
     # vLLM's graphs of whole canvases serve no other steps.
-    without = config.method.scheduler != "canvas" and parallel.worker_cls != WORKER
-    if without or "full_graphs" in config.method.refuses:
+    without = method.scheduler != "canvas" and parallel.worker_cls != WORKER
+    if without or "full_graphs" in method.refuses:
         set_piecewise_graphs(vllm_config)
-        if config.method.full_attention and can_capture(vllm_config):
+        if method.full_attention and can:
             set_capture_sizes(vllm_config, config)
     else:
         set_graph_sizes(vllm_config, config)
@@ -317,8 +332,11 @@ def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
     """Set the sizes of graphs unless the user did; return whether they were set."""
     compilation = vllm_config.compilation_config
     scheduler = vllm_config.scheduler_config
-    given = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
-    if given != (None, None) or compilation.cudagraph_mode == CUDAGraphMode.NONE:
+    if compilation.cudagraph_capture_sizes is not None:
+        return False
+    if compilation.max_cudagraph_capture_size is not None:
+        return False
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return False
     limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)

@@ -9,13 +9,14 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.request.arguments import RequestArguments, Template
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
 from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import METHODS, floating
 from dllm_plugin.decoding.step_costs import reads_of
 from dllm_plugin.decoding.widths import doubled
+
+from .request.arguments import RequestArguments, Template
 
 TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
 

@@ -9,9 +9,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 
-from dllm_plugin.config.cuda_graphs import WORKER, can_capture
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.options import Options
+from .cuda_graphs import WORKER, can_capture
+from .decode import DecodeConfig
+from .options import Options
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -25,6 +25,7 @@ def resolve_for_machine(
     vllm_config: VllmConfig, options: Options, config: DecodeConfig
 ) -> DecodeConfig:
     """Resolve options by the machine. Raises ValueError for an option without effect there."""
+    replace = dataclasses.replace
     eager = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
     problem = next(uncompiled(config, eager), None)
     if options.compile_step and problem:
@@ -38,24 +39,24 @@ def resolve_for_machine(
     if options.vocab_parallel and whole_rows:
         raise ValueError(f"vocab_parallel {whole_rows}: leave vocab_parallel out.")
     if options.vocab_parallel is None:
-        config = dataclasses.replace(config, vocab_parallel=not whole_rows)
+        config = replace(config, vocab_parallel=not whole_rows)
     if config.method.causal_commit and options.commit_alone_from is None:
         # Steps compute one block, never the rest of the canvas.
-        config = dataclasses.replace(config, commit_alone_from=1)
+        config = replace(config, commit_alone_from=1)
     elif options.commit_alone_from is None:
-        reason = next(never_alone(config, vllm_config, can_capture(vllm_config)), None)
+        captures = can_capture(vllm_config)
+        reason = next(never_alone(config, vllm_config, captures), None)
         fewest = 0 if reason else fewest_alone(config)
-        config = dataclasses.replace(config, commit_alone_from=fewest)
+        config = replace(config, commit_alone_from=fewest)
         if config.computes_next_block:
-            logger.info(
-                "commit_alone_from is %d%s.", fewest, f": {reason}" if reason else ""
-            )
+            why = f": {reason}" if reason else ""
+            logger.info("commit_alone_from is %d%s.", fewest, why)
     if options.compile_step is None:
         mode = vllm_config.compilation_config.mode
         level = vllm_config.optimization_level
         # What vLLM leaves open here becomes NONE at level 0.
         wanted = mode != CompilationMode.NONE and (mode is not None or level > 0)
-        config = dataclasses.replace(config, compile_step=wanted and not problem)
+        config = replace(config, compile_step=wanted and not problem)
     return config
 
 
@@ -99,15 +100,21 @@ def never_alone(
     """
     compilation = vllm_config.compilation_config
     mode, graphs = compilation.mode, compilation.cudagraph_mode
-    sizes = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
     # What vLLM leaves open becomes compiled at level 1, and gets both kinds of graphs at 2.
-    both = mode in (None, CompilationMode.VLLM_COMPILE)
-    both = both and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
-    both = both and (vllm_config.optimization_level >= 2 or None not in (mode, graphs))
-    both = both and compilation.splitting_ops != []  # else full graphs only
+    level_two = vllm_config.optimization_level >= 2
+    both = (
+        can
+        and mode in (None, CompilationMode.VLLM_COMPILE)
+        and graphs in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
+        and (level_two or None not in (mode, graphs))
+        # Otherwise only full graphs exist.
+        and compilation.splitting_ops != []
+        and compilation.cudagraph_capture_sizes is None
+        and compilation.max_cudagraph_capture_size is None
+    )
     worker = vllm_config.parallel_config.worker_cls
     most = vllm_config.scheduler_config.max_num_seqs
-    if not can or not both or sizes != (None, None):
+    if not both:
         yield "it needs full and piecewise CUDA graphs, and their sizes left out"
     if not config.computes_next_block:
         yield "a step computes no block after the one that is denoised"

@@ -8,8 +8,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+from .decode import DecodeConfig
+from .request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
 
 CHUNK_ROWS = 256  # rows at most of which float32 copies are made at once
 CHUNK_STEP = 32  # between numbers of rows
@@ -53,7 +53,8 @@ class StepSize:
 
 def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     """Return the size of a full step of an engine."""
-    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    model = vllm_config.model_config
+    scheduler = vllm_config.scheduler_config
     slots, vocab = scheduler.max_num_seqs, model.get_vocab_size()
     assert isinstance(model.dtype, torch.dtype)
     shard = vocab

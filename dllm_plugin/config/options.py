@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_plugin.config.validation import (
+from .validation import (
     Check,
     Choice,
     Flag,

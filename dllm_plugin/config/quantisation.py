@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from dllm_plugin.config.decode import DecodeConfig
+from .decode import DecodeConfig
 
 # Compute capabilities whose kernels multiply such numbers: from the first, below the second.
 CAPABILITIES = {"fp8": ((8, 9), (99, 0)), "int8": ((8, 0), (10, 0))}
@@ -47,7 +47,8 @@ def is_online(model_config: ModelConfig) -> bool:
 
 def check_head(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Raise ValueError if `head_quantization` cannot be honoured."""
-    kind, model_config = config.head_quantization, vllm_config.model_config
+    kind = config.head_quantization
+    model_config = vllm_config.model_config
     if kind == "none":
         return
     problem = next(_problems_of_head(kind, model_config), None)
@@ -133,7 +134,8 @@ def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[
         scheme: dict[str, Any] = (
             known.get_scheme_dict(RoutedExperts(), EXPERT.format(layer)) or {}
         )
-        weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+        weights = scheme.get("weights")
+        inputs = scheme.get("input_activations")
         if weights is not None and inputs is not None:
             spans = {weights.strategy, inputs.strategy}
             yield bool(inputs.dynamic) and spans == {"tensor"}

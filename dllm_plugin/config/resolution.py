@@ -7,21 +7,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_plugin.config.adaptive import (
-    check_adaptive,
-    check_windows,
-    fit_canvas,
-    windows,
-)
-from dllm_plugin.config.cuda_graphs import warm_up_context
-from dllm_plugin.config.decode import Case, DecodeConfig
-from dllm_plugin.config.options import Numbers, Options
-from dllm_plugin.config.request.arguments import RequestArguments
-from dllm_plugin.config.request.exclusions import refuse_options
-from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import check_policy, choose_method, floating
+
+from .adaptive import check_adaptive, check_windows, fit_canvas, windows
+from .cuda_graphs import warm_up_context
+from .decode import Case, DecodeConfig
+from .options import Numbers, Options
+from .request.arguments import RequestArguments
+from .request.exclusions import refuse_options
+from .validation import shown
 
 DEFAULT_BLOCK = 32
 DEFAULT_WINDOW, DEFAULT_STRIDE = 16, 4  # of WeDLM and I-DLM

@@ -4,13 +4,13 @@ Refused are also adapters of requests beside a merged adapter.
 """
 
 from vllm import envs
-from vllm.config import SchedulerConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from dllm_plugin.config.decode import TOKENIZER_MODE, DecodeConfig
-from dllm_plugin.config.request.structured_outputs import is_ours
+from .decode import TOKENIZER_MODE, DecodeConfig
+from .request.structured_outputs import is_ours
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -29,7 +29,8 @@ SCHEDULERS = {
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ValueError for the first option of vLLM that diffusion decoding does not support."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model_config = vllm_config.model_config
+    parallel = vllm_config.parallel_config
     scheduler = vllm_config.scheduler_config
     reasons = {
         "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
@@ -70,7 +71,8 @@ CONNECTORS = ("OffloadingConnector", "NixlConnector")
 
 def connector_of(vllm_config: VllmConfig) -> str | None:
     """Return the name of vLLM's connector for pages of the KV cache; None without a connector."""
-    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
     if cache.kv_offloading_size is not None:  # becomes a connector after our hook
         if cache.kv_offloading_backend == "lmcache":
             return "LMCacheMPConnector"
@@ -141,15 +143,18 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         scheduler.enable_chunked_prefill = False
     _fit_small_card(vllm_config)
     scheduler.scheduler_cls = SCHEDULERS[method.scheduler]
-    raise_budget = _raise_for_refresh if method.full_attention else _raise_for_canvases
-    raise_budget(vllm_config, config.canvas_length)
+    if method.full_attention:
+        _raise_for_refresh(vllm_config)
+    else:
+        _raise_for_canvases(vllm_config, config.canvas_length)
 
 
 def _fit_small_card(vllm_config: VllmConfig) -> None:
     """Lower a default max_num_seqs on a GPU of little memory, of which rows take their share."""
     if current_platform.is_cpu():
         return
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
     _, defaults = EngineArgs.get_batch_defaults(parallel.world_size)
     device_bytes = current_platform.get_device_total_memory()
     most = most_requests(scheduler.max_num_seqs, set(defaults.values()), device_bytes)
@@ -194,23 +199,27 @@ def _raise_for_canvases(vllm_config: VllmConfig, canvas_length: int) -> None:
     if scheduler.enable_chunked_prefill:
         what, prompt = "a chunk of a prompt", canvas_length
     else:
-        what, prompt = "a whole prompt", vllm_config.model_config.max_model_len
+        what = "a whole prompt"
+        prompt = vllm_config.model_config.max_model_len
     needed = prompt + canvases * canvas_length
     reason = f"{what} must fit one step with {canvases} canvases"
     _raise_budget(vllm_config, needed, reason)
 
 
-def _raise_for_refresh(vllm_config: VllmConfig, canvas_length: int) -> None:
+def _raise_for_refresh(vllm_config: VllmConfig) -> None:
     """Raise the token budget to the longest refresh: a whole context, its canvas included.
 
     A budget that the user chose stays, and requests that cannot fit it are refused. A user's
     value that equals a default of vLLM's counts as a default.
     """
-    defaults, _ = EngineArgs.get_batch_defaults(vllm_config.parallel_config.world_size)
-    known = {*defaults.values(), SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS}
-    if is_default(vllm_config.scheduler_config.max_num_batched_tokens, known):
+    parallel = vllm_config.parallel_config
+    scheduler = vllm_config.scheduler_config
+    context = vllm_config.model_config.max_model_len
+    defaults, _ = EngineArgs.get_batch_defaults(parallel.world_size)
+    known = {*defaults.values(), scheduler.DEFAULT_MAX_NUM_BATCHED_TOKENS}
+    if is_default(scheduler.max_num_batched_tokens, known):
         reason = "a refresh computes prompt and canvas in one step"
-        _raise_budget(vllm_config, vllm_config.model_config.max_model_len, reason)
+        _raise_budget(vllm_config, context, reason)
 
 
 def is_default(chosen: int, defaults: set[int]) -> bool:

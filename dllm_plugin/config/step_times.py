@@ -17,11 +17,12 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from dllm_plugin.config.decode import DecodeConfig
+from .decode import DecodeConfig
 
 logger = init_logger("vllm.dllm_plugin")
 
-KEY = "dllm_step_times"  # of `additional_config`: the path, where full graphs are measured
+# Of `additional_config`: the path, where full graphs are measured.
+KEY = "dllm_step_times"
 FOLDER = "dllm_plugin_step_times"
 
 
@@ -40,7 +41,8 @@ class StepTimes(NamedTuple):
 
 def path_for(vllm_config: VllmConfig, config: DecodeConfig) -> Path:
     """Return the path of the step times of this configuration on this machine."""
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
     backend = vllm_config.attention_config.backend
     settings = {
         "max_num_seqs": scheduler.max_num_seqs,
@@ -91,7 +93,8 @@ def own_path(vllm_config: VllmConfig) -> Path | None:
     given: dict[str, Any] = vllm_config.additional_config  # type: ignore[assignment]
     if KEY not in given:
         return None
-    path, engine = Path(given[KEY]), vllm_config.parallel_config.data_parallel_index
+    path = Path(given[KEY])
+    engine = vllm_config.parallel_config.data_parallel_index
     return path.with_stem(f"{path.stem}-{engine}") if engine else path
 
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
 
-ECHOED = 80  # characters of a value that errors and logs repeat; a request may send megabytes
+# Characters of a value that errors and logs repeat; a request may send megabytes.
+ECHOED = 80
 
 
 def shown(value: Any) -> str:

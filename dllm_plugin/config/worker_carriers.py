@@ -189,7 +189,8 @@ def pack_departures(
         pages: of requests with broken logits, the pages that workers have to clear;
             entries that are sent are removed.
     """
-    finished, preempted = output.finished_req_ids, output.preempted_req_ids
+    finished = output.finished_req_ids
+    preempted = output.preempted_req_ids
     if preempted:
         # Between two steps a request can be preempted and then aborted.
         only = preempted - finished

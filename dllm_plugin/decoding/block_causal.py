@@ -10,8 +10,8 @@ traps in ``docs/decoding.md``.
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.blocks import at_positions, leading, per_block
-from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
+from .blocks import at_positions, leading, per_block
+from .plan import Canvas, StepOutcome, StepPlan, replaced
 
 
 def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:

@@ -9,11 +9,11 @@ token of the next block. A step is causal exactly if its plan stores a block. Sh
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import plan_block_diffusion
-from dllm_plugin.decoding.blocks import leading
-from dllm_plugin.decoding.causal_rows import Slots, one_block
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan, replaced
-from dllm_plugin.decoding.policies import Policy, Table, threshold_or_equal
+from .block_causal import plan_block_diffusion
+from .blocks import leading
+from .causal_rows import Slots, one_block
+from .plan import Canvas, Proposal, StepPlan, replaced
+from .policies import Policy, Table, threshold_or_equal
 
 # Self-speculation drafts all tokens at once, unless a request asks for a threshold.
 DRAFTED: Table = {

@@ -20,10 +20,10 @@ Torch only; shape letters as in :mod:`dllm_plugin.decoding.plan`.
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import without_edits
-from dllm_plugin.decoding.blocks import leading, rank
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan, replaced
-from dllm_plugin.decoding.policies import Policy, PolicySettings, Table
+from .block_causal import without_edits
+from .blocks import leading, rank
+from .plan import Canvas, Proposal, StepPlan, replaced
+from .policies import Policy, PolicySettings, Table
 
 Slots = tuple[Tensor, Tensor, Tensor]
 

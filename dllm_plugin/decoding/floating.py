@@ -10,9 +10,9 @@ the slots after it divide the window. Shape letters as in
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import without_edits
-from dllm_plugin.decoding.blocks import per_block
-from dllm_plugin.decoding.plan import Canvas, StepPlan
+from .block_causal import without_edits
+from .blocks import per_block
+from .plan import Canvas, StepPlan
 
 
 def plan_floating(canvas: Canvas, mask_id: int) -> StepPlan:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.block_causal import final_run, without_edits
-from dllm_plugin.decoding.blocks import at_positions, leading
-from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan, replaced
+from .block_causal import final_run, without_edits
+from .blocks import at_positions, leading
+from .plan import Canvas, StepOutcome, StepPlan, replaced
 
 
 def plan_current_block(canvas: Canvas, mask_id: int) -> StepPlan:

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from dllm_plugin.decoding import policies
-from dllm_plugin.decoding.acceptance import Drafted
-from dllm_plugin.decoding.full_attention import Bounds, Span
-from dllm_plugin.decoding.plan import AcceptFunction, CommitFunction, PlanFunction
+from . import policies
+from .acceptance import Drafted
+from .full_attention import Bounds, Span
+from .plan import AcceptFunction, CommitFunction, PlanFunction
 
 SlotFunction = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 SpanFunction = Callable[[Bounds, np.ndarray], Span]

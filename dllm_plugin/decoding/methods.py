@@ -7,16 +7,16 @@ that it serves; a policy is one function and one row in :mod:`policies`.
 
 from dataclasses import replace
 
-from dllm_plugin.decoding import policies
-from dllm_plugin.decoding.acceptance import tokens_of_round, tokens_of_stride
-from dllm_plugin.decoding.block_causal import (
+from . import policies
+from .acceptance import tokens_of_round, tokens_of_stride
+from .block_causal import (
     commit_blocks,
     plan_block_diffusion,
     plan_d2f,
     plan_edited_blocks,
     plan_sub_blocks,
 )
-from dllm_plugin.decoding.causal_commit import (
+from .causal_commit import (
     DRAFTED,
     accept_block,
     accept_prefix,
@@ -24,7 +24,7 @@ from dllm_plugin.decoding.causal_commit import (
     plan_causal_commit,
     plan_self_speculation,
 )
-from dllm_plugin.decoding.causal_rows import (
+from .causal_rows import (
     IN_ORDER,
     WINDOW,
     accept_stride,
@@ -35,7 +35,7 @@ from dllm_plugin.decoding.causal_rows import (
     stride_slots,
     window_slots,
 )
-from dllm_plugin.decoding.families import (
+from .families import (
     BLOCK_DIFFUSION,
     CAUSAL_WINDOW,
     D2F,
@@ -46,8 +46,8 @@ from dllm_plugin.decoding.families import (
     SEMI_AUTOREGRESSIVE,
     Family,
 )
-from dllm_plugin.decoding.floating import plan_floating
-from dllm_plugin.decoding.full_attention import (
+from .floating import plan_floating
+from .full_attention import (
     commit_refreshed,
     plan_current_block,
     plan_first_position,
@@ -55,8 +55,8 @@ from dllm_plugin.decoding.full_attention import (
     span_prefix_cache,
     span_semi_autoregressive,
 )
-from dllm_plugin.decoding.method import Method
-from dllm_plugin.decoding.structure import STRUCTURED_BLOCKS
+from .method import Method
+from .structure import STRUCTURED_BLOCKS
 
 OF_REFRESHES = frozenset({"full_refresh_every", "refresh_before"})
 # A bidirectional prompt is one piece.

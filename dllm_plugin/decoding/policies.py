@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.blocks import per_block, rank, rank_in_block
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
-from dllm_plugin.decoding.quotas import dream_time, rounded_quota, step_with_quota
+from .blocks import per_block, rank, rank_in_block
+from .plan import Canvas, Proposal, StepPlan
+from .quotas import dream_time, rounded_quota, step_with_quota
 
 
 class PolicySettings(NamedTuple):

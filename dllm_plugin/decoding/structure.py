@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.blocks import rank
-from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan, replaced
-from dllm_plugin.decoding.policies import OF_EDITS, Policy, PolicySettings, Table
+from .blocks import rank
+from .plan import Canvas, Proposal, StepPlan, replaced
+from .policies import OF_EDITS, Policy, PolicySettings, Table
 
 ROUNDS = 1000  # that a block has at most
 ATTEMPTS = 5  # to write a row that no earlier round has written

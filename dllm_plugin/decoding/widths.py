@@ -14,8 +14,8 @@ from itertools import combinations
 
 import numpy as np
 
-from dllm_plugin.decoding.acceptance import PRIOR, Acceptance, DraftAcceptance, Drafted
-from dllm_plugin.decoding.step_costs import Costs, ObservedRatios, StepCosts
+from .acceptance import PRIOR, Acceptance, DraftAcceptance, Drafted
+from .step_costs import Costs, ObservedRatios, StepCosts
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 EVERY = 8  # steps between two choices

@@ -39,7 +39,8 @@ from dllm_plugin.config.request.checks import (
 from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import arguments_of, given_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
-from dllm_plugin.engine.grammars.backends import check_readable, choose_guidance
+
+from .grammars.backends import check_readable, choose_guidance
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext

@@ -145,7 +145,8 @@ def resolve_dtype(vllm_config: VllmConfig) -> dict[str, str]:
 
 def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
     """Choose a dtype; `parameters`: those of the checkpoint, None if unknown."""
-    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model_config = vllm_config.model_config
+    parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     nodes = get_visible_memory_node()
     workers = ranks * max(1, parallel.data_parallel_size_local)
@@ -153,7 +154,8 @@ def _choose(vllm_config: VllmConfig, parameters: int | None) -> DtypeChoice:
     def spread(size: int) -> int:
         return per_node(size, workers, ranks, len(nodes))
 
-    arch, cache = model_config.model_arch_config, vllm_config.cache_config
+    arch = model_config.model_arch_config
+    cache = vllm_config.cache_config
     token = 2 * arch.total_num_hidden_layers * arch.total_num_kv_heads * arch.head_size
     asked = cache.kv_cache_memory_bytes
     memory = Memory(

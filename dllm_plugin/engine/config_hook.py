@@ -54,9 +54,6 @@ from dllm_plugin.config.scheduling import (
 )
 from dllm_plugin.config.step_times import KEY, path_for
 from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.engine import auto_dtype, builtin_models
-from dllm_plugin.engine.admission import leave_out_defaults, request_rules
-from dllm_plugin.engine.platforms import refuse_platform
 from dllm_plugin.models.checkpoints.lora import check_adapter
 from dllm_plugin.models.checkpoints.trained_for import (
     UNKNOWN,
@@ -74,6 +71,10 @@ from dllm_plugin.models.checkpoints.weights import (
     count_parameters,
 )
 from dllm_plugin.models.configs import WeDLMConfig
+
+from . import auto_dtype, builtin_models
+from .admission import leave_out_defaults, request_rules
+from .platforms import refuse_platform
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -168,7 +169,8 @@ def _resolve(vllm_config: VllmConfig, options: Options) -> DecodeConfig:
         config = fit_warm_up(config, options, model_config.max_model_len)
     config = resolve_for_machine(vllm_config, options, config)
     _log_decoding(config, found_in, model_config.model)
-    hides_pad, hf_config = config.method.hides_pad, model_config.hf_config
+    hides_pad = config.method.hides_pad
+    hf_config = model_config.hf_config
     structure: tuple[int, ...] = ()
     if config.method.inserts:
         structure = (hf_config.delete_token_id, hf_config.split_token_id)
@@ -289,7 +291,8 @@ def _warn_of_clipped_keys(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
     quantised = model_config.model_arch_config.quantization_config or {}
     scaled = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")
-    config, asked = model_config.hf_config, vllm_config.cache_config.cache_dtype
+    config = model_config.hf_config
+    asked = vllm_config.cache_config.cache_dtype
     biased = isinstance(config, Qwen2Config)
     if isinstance(config, WeDLMConfig):
         biased = config.qkv_bias

@@ -108,7 +108,8 @@ def width_metrics() -> tuple[Histogram, Counter, dict[str, Gauge]]:
             f"diffuplug:{name}", documentation, LABELS, multiprocess_mode="mostrecent"
         )
     buckets = [float(width) for width in WIDTHS]
-    what, changes = "Canvas positions of a step.", "How often another width was chosen."
+    what = "Canvas positions of a step."
+    changes = "How often another width was chosen."
     width = Histogram("diffuplug:width", what, LABELS, buckets=buckets)
     return width, Counter("diffuplug:width_changes", changes, LABELS), gauges
 

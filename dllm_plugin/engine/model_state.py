@@ -21,7 +21,6 @@ from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.memory import step_size
 from dllm_plugin.config.worker_carriers import FINISHED, unpack_id
-from dllm_plugin.engine.sampler import DiffusionSampler
 from dllm_plugin.kernels import runner
 from dllm_plugin.models.checkpoints.quantised import check_activation_scales
 from dllm_plugin.sampling.rows import VocabShard
@@ -31,6 +30,8 @@ from dllm_plugin.state.canvas_states import (
     with_spare_row,
 )
 from dllm_plugin.state.refreshed import write_committed, write_reordered, write_tails
+
+from .sampler import DiffusionSampler
 
 
 class DiffusionModelState(ModelState):
@@ -128,7 +129,8 @@ class DiffusionModelState(ModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, Any]:
         """Return nothing: the runner's own inputs serve, but for refreshes and long suffixes."""
-        slots_np, all_token_ids = input_batch.idx_mapping_np, req_states.all_token_ids
+        slots_np = input_batch.idx_mapping_np
+        all_token_ids = req_states.all_token_ids
         if not self.states.requests.refresh_all(slots_np):
             write_committed(input_batch, all_token_ids.gpu)
         if self.config.method.reorders:

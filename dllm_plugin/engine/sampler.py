@@ -35,8 +35,8 @@ from dllm_plugin.sampling.rows import VocabShard
 from dllm_plugin.sampling.step import (
     BACKEND,
     COMPILED_AT_MOST,
-    DenoisingStep,
-    EmittedTokens,
+    Emitted,
+    Step,
     compiled,
 )
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -70,7 +70,8 @@ class DiffusionSampler:
         self.sampling_states = sampler.sampling_states
         self.penalties_state = SimpleNamespace(output_bin_counts=None)
         self.method = config.method
-        dtype, vocab_size = model_config.dtype, model_config.get_vocab_size()
+        dtype = model_config.dtype
+        vocab_size = model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
         width = vocab_size if shard is None else shard.width
         kind = MaskedRows if self.method.logits == "masked" else CanvasRows
@@ -78,11 +79,11 @@ class DiffusionSampler:
             states, dtype, width, self.method.plan, steps_in_flight
         )
         rules = self.rules = TokenRules(states, vocab_size)
-        filters = Filters(states, self.sampling_states, apply_top_k_top_p)
-        self.proposer = Proposer(states, filters, rules, model_config, shard)
-        parts = self.rows, self.proposer
-        self.features = StepFeatures(states, sampler, model_config, *parts)
         sampling = self.sampling_states
+        filters = Filters(states, sampling, apply_top_k_top_p)
+        proposer = Proposer(states, filters, rules, model_config, shard)
+        self.proposer = proposer
+        self.features = StepFeatures(states, sampler, model_config, self.rows, proposer)
         self.decider = Decider(states, sampling, rules, steps_in_flight > 0)
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
@@ -129,6 +130,7 @@ class DiffusionSampler:
         if not states.requests.uses("use_block_cache", slots_np):
             return
         slots_R = batch.idx_mapping[:canvases]
+        count = batch.num_tokens
         stops = batch.query_start_loc[: canvases + 1].to(torch.int64)
         canvas, _ = states.view(slots_R, stops.diff())
         plan = self.rows.plan(canvas, states.mask_id)
@@ -136,13 +138,14 @@ class DiffusionSampler:
         asks_R = states.requests.number("use_block_cache", slots_R) > 0
         drops_R = asks_R & states.cached_N[slots_R]
         drop_RC = drops_R[:, None] & ~keep_RC
-        row_T = torch.arange(batch.num_tokens, device=stops.device)
+        row_T = torch.arange(count, device=stops.device)
         request_T = torch.searchsorted(stops, row_T, right=True) - 1
         inside_T = request_T < canvases
         request_T = request_T.clamp_max(canvases - 1)
-        place_T = (row_T - stops[request_T]).clamp_max(self.num_positions - 1)
+        place_T = row_T - stops[request_T]
+        place_T = place_T.clamp_max(self.num_positions - 1)
         drop_T = inside_T & drop_RC[request_T, place_T]
-        slot_mappings[:, : batch.num_tokens].masked_fill_(drop_T, NOT_STORED)
+        slot_mappings[:, :count].masked_fill_(drop_T, NOT_STORED)
 
     def __call__(
         self, logits: Tensor, batch: InputBatch, draft_logits: Tensor | None = None
@@ -179,9 +182,9 @@ class DiffusionSampler:
     def _for_whole_batch(
         self,
         batch: InputBatch,
-        step: DenoisingStep | None,
-        decided: EmittedTokens | None,
-    ) -> EmittedTokens:
+        step: Step | None,
+        decided: Emitted | None,
+    ) -> Emitted:
         """Move results to the places of their requests in the batch; others emit nothing."""
         count, states = batch.num_reqs, self.states
 
@@ -189,7 +192,8 @@ class DiffusionSampler:
             return torch.zeros(count, *width, dtype=dtype, device=states.device)
 
         sampled = zeros(torch.int64, self.num_positions)
-        num_sampled, num_rejected = zeros(torch.int32), zeros(torch.int32)
+        num_sampled = zeros(torch.int32)
+        num_rejected = zeros(torch.int32)
         results = (sampled, num_sampled, num_rejected, zeros(torch.int32))
         if self.method.full_attention:
             # A forward without a canvas stored nothing that a later one could use.
@@ -201,12 +205,12 @@ class DiffusionSampler:
             ends_R = batch.seq_lens[:count] == states.start_N[slots_R] + tail_R
             num_rejected.copy_(tail_R * ends_R)
         if step is None or decided is None:
-            return EmittedTokens(*results, None)
+            return Emitted(*results, None)
         for result, value in zip(results, decided[:4], strict=True):
             result[step.index_R] = value
         if self.method.full_attention:
             self._mirror(batch, results)
-        return EmittedTokens(*results, decided.logprobs)
+        return Emitted(*results, decided.logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
         """Copy the results of conditional requests to their unconditional ones."""
@@ -214,16 +218,16 @@ class DiffusionSampler:
         pairs = np.stack([deciding, guiding])[:, deciding != guiding]
         if not pairs.size:
             return
-        conditional, unconditional = async_tensor_h2d(pairs, device=self.states.device)
+        source, target = async_tensor_h2d(pairs, device=self.states.device)
         for result in results:
-            result[unconditional] = result[conditional]
+            result[target] = result[source]
         slots_R = batch.idx_mapping
-        self.states.copy_rows(slots_R[conditional], slots_R[unconditional])
+        self.states.copy_rows(slots_R[source], slots_R[target])
 
     def _reserve_peak(self, logits: Tensor) -> None:
         """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas."""
-        size = self.step_size(logits)
-        torch.empty(reserved_bytes(size), dtype=torch.uint8, device=logits.device)
+        count = reserved_bytes(self.step_size(logits))
+        torch.empty(count, dtype=torch.uint8, device=logits.device)
 
     def step_size(self, logits: Tensor) -> StepSize:
         """Return the size of a full step with rows like these."""
@@ -261,10 +265,10 @@ class DiffusionSampler:
             if rows_XV is not None and with_automata:
                 self.features.automata.warm_up(rows_XV)
         if carry_NV is not None:
-            nothing_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
-            move_rows(logits, nothing_R, carry_NV, nothing_R, nothing_R > 0)
+            zero_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
+            move_rows(logits, zero_R, carry_NV, zero_R, zero_R > 0)
 
-    def _denoise(self, step: DenoisingStep) -> EmittedTokens:
+    def _denoise(self, step: Step) -> Emitted:
         """Run one denoising step: propose, unmask, commit, advance."""
         active = self.features.active(step.slots_np)
         for feature in active:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_plugin.grammar.byte_states import DEAD, determinise
-from dllm_plugin.grammar.vocabulary import Vocabulary
+from .byte_states import DEAD, determinise
+from .vocabulary import Vocabulary
 
 MAX_BYTE_STATES = 16384
 MAX_STATES = 4096

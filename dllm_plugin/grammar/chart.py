@@ -7,8 +7,8 @@ otherwise, so its matcher verifies every closing.
 
 from collections.abc import Iterator, Sequence
 
-from dllm_plugin.grammar.closings import Limits
-from dllm_plugin.grammar.networks import (
+from .closings import Limits
+from .networks import (
     FAR,
     FINAL,
     NO_RULE,
@@ -18,8 +18,8 @@ from dllm_plugin.grammar.networks import (
     cheapest,
     utf8_length,
 )
-from dllm_plugin.grammar.patterns import LAST
-from dllm_plugin.grammar.vocabulary import Vocabulary
+from .patterns import LAST
+from .vocabulary import Vocabulary
 
 # Of one place: grammars with more ways to read a text are given up.
 MAX_ITEMS = 4000

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_plugin.grammar.matchers import Matcher
-from dllm_plugin.grammar.vocabulary import CLOSERS, Vocabulary, holds
+from .matchers import Matcher
+from .vocabulary import CLOSERS, Vocabulary, holds
 
 SIBLINGS = 48  # ids of several bytes that are tried at one place
 # With more bytes of a kind allowed (digits, letters), the first one stands for all.

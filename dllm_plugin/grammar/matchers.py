@@ -8,11 +8,12 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dllm_plugin.grammar.vocabulary import WORD, Vocabulary, pack
+from .vocabulary import WORD, Vocabulary, pack
 
 # A row for a backend's bits, and the bits that may stay set in it.
-Buffer = tuple[torch.Tensor, np.ndarray]
+Buffer = tuple[Tensor, np.ndarray]
 
 
 class Matcher:
@@ -59,7 +60,7 @@ class Matcher:
     def _accept(self, token: int) -> bool:
         raise NotImplementedError
 
-    def _fill(self, bits: torch.Tensor) -> None:
+    def _fill(self, bits: Tensor) -> None:
         """Write which ids the grammar accepts here."""
         raise NotImplementedError
 
@@ -101,7 +102,7 @@ class XgrammarMatcher(Matcher):
         """Return whether the text so far may end."""
         return bool(self.matcher.is_completed())
 
-    def _fill(self, bits: torch.Tensor) -> None:
+    def _fill(self, bits: Tensor) -> None:
         self.matcher.fill_next_token_bitmask(bits, 0)
         if self._opened[-1]:
             row = bits[0].numpy()
@@ -126,7 +127,7 @@ class GuidanceMatcher(Matcher):
         """Return whether the text so far may end."""
         return bool(self.matcher.is_accepting())
 
-    def _fill(self, bits: torch.Tensor) -> None:
+    def _fill(self, bits: Tensor) -> None:
         from llguidance.torch import fill_next_token_bitmask
 
         if self.matcher.is_stopped():

@@ -7,7 +7,7 @@ are bytes of UTF-8: no token spells less than a byte, so a text has at most so m
 import heapq
 from typing import NamedTuple
 
-from dllm_plugin.grammar.patterns import LAST, Ranges
+from .patterns import LAST, Ranges
 
 NO_RULE = -1
 FINAL = 0  # the node after the whole text

@@ -9,14 +9,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dllm_plugin.grammar.networks import (
-    FINAL,
-    Edge,
-    Network,
-    Part,
-    Unreadable,
-)
-from dllm_plugin.grammar.patterns import (
+from .networks import FINAL, Edge, Network, Part, Unreadable
+from .patterns import (
     IGNORE_CASE,
     LAST,
     LeftWhole,

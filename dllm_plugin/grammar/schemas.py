@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
-from dllm_plugin.grammar.patterns import written_out
+from .patterns import written_out
 
 IGNORED = (
     "if",

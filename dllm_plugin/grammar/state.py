@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_plugin.grammar.automaton import DEAD, START, Guide
-from dllm_plugin.grammar.chart import Chart
-from dllm_plugin.grammar.closings import Limits, Searcher, closes, go, taken
-from dllm_plugin.grammar.matchers import Matcher
-from dllm_plugin.grammar.vocabulary import LONGEST, Vocabulary, pack
+from .automaton import DEAD, START, Guide
+from .chart import Chart
+from .closings import Limits, Searcher, closes, go, taken
+from .matchers import Matcher
+from .vocabulary import LONGEST, Vocabulary, pack
 
 NODES = 400  # places of each search during a step
 # Times as many for the first closing, which is searched before the request runs.

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from dllm_plugin.decoding.blocks import at_positions, leading, per_block
 from dllm_plugin.decoding.plan import Canvas, StepPlan, replaced
-from dllm_plugin.grammar.automaton import TokenAutomaton
-from dllm_plugin.grammar.state import GrammarCheck
+
+from .automaton import TokenAutomaton
+from .state import GrammarCheck
 
 NO_ID = -1
 NUM_NUMBERS = 6  # of a check

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_plugin.grammar.state import DeadEnd, GrammarState
-from dllm_plugin.grammar.step import NO_ID, RowsPayload
+from .state import DeadEnd, GrammarState
+from .step import NO_ID, RowsPayload
 
 
 class RowCheck(NamedTuple):

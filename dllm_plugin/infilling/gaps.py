@@ -125,7 +125,9 @@ def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:
 
 
 def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
-    draft, spans, slack = body["draft"], body.get("rewrite"), body.get("slack", 0)
+    draft = body["draft"]
+    spans = body.get("rewrite")
+    slack = body.get("slack", 0)
     if not isinstance(draft, str):
         raise ValueError(f"draft must be text, got {shown(draft)}.")
     if type(slack) is not int or slack < 0:

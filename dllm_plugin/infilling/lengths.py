@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.validation import shown
-from dllm_plugin.infilling.gaps import (
-    ANY,
-    AUTO,
-    MOST_LENGTHS,
-    Encode,
-    Filled,
-    Gapped,
-    Part,
-    place,
-    too_many,
-)
+
+from .gaps import ANY, AUTO, MOST_LENGTHS, Encode, Filled, Gapped, Part, place, too_many
 
 STEPS = (4, 8, 16, 32, 64, 128)  # what `auto` tries
 NUM_SCORED = 4  # tokens of the tail

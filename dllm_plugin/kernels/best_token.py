@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.launch import launch
+from .launch import launch
 
 TILE = 8192
 NO_TOKEN = 0x7FFFFFFF

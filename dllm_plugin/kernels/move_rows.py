@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.launch import launch
+from .launch import launch
 
 TILE = 8192
 
@@ -65,5 +65,6 @@ def move_rows_reference(
     from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
 ) -> None:
     """Copy row `from_R` of `from_TV` to row `slots_R` of `to_NV`, where `moved_R` is true."""
-    new_RV, old_RV = from_TV[from_R].to(to_NV.dtype), to_NV[slots_R]
+    new_RV = from_TV[from_R].to(to_NV.dtype)
+    old_RV = to_NV[slots_R]
     to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)

@@ -133,7 +133,8 @@ def store_kv_reference(
     """Store keys and values ``[T, K, D]`` in their slots; a slot of -1 is not stored."""
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     slots = slot_mapping[kept]
-    page, offset = slots // key_cache.shape[3], slots % key_cache.shape[3]
+    page = slots // key_cache.shape[3]
+    offset = slots % key_cache.shape[3]
     pieces = key[kept].unflatten(2, (-1, key_cache.shape[4]))
     key_cache[page, :, :, offset] = pieces.to(key_cache.dtype)
     value_cache[page, :, :, offset] = value[kept].to(value_cache.dtype)

@@ -76,7 +76,8 @@ def rotate_kernel(
         row = query_ptr + token * query_stride + head * 2 * HALF + d
         low = tl.load(row, mask=mask).to(tl.float32)
         high = tl.load(row + HALF, mask=mask).to(tl.float32)
-        rotated_low, rotated_high = low * cos - high * sin, high * cos + low * sin
+        rotated_low = low * cos - high * sin
+        rotated_high = high * cos + low * sin
         if query_scale_ptr is not None:
             query_scale_at = query_scale_ptr + head // (HEADS // KV_HEADS) * PER_HEAD
             query_scale = tl.load(query_scale_at, mask=head < HEADS, other=1.0)
@@ -93,9 +94,11 @@ def rotate_kernel(
         row = key_ptr + token * key_stride + head * 2 * HALF + d
         low = tl.load(row, mask=mask).to(tl.float32)
         high = tl.load(row + HALF, mask=mask).to(tl.float32)
-        rotated_low, rotated_high = low * cos - high * sin, high * cos + low * sin
+        rotated_low = low * cos - high * sin
+        rotated_high = high * cos + low * sin
         if key_scale_ptr is not None:
-            scale_at, real = key_scale_ptr + head * PER_HEAD, head < KV_HEADS
+            scale_at = key_scale_ptr + head * PER_HEAD
+            real = head < KV_HEADS
             key_scale = tl.load(scale_at, mask=real, other=1.0)
             rounded_low = rotated_low.to(dtype).to(tl.float32)
             rounded_high = rotated_high.to(dtype).to(tl.float32)
@@ -115,7 +118,8 @@ def rotate_kernel(
         value_low = tl.load(row, mask=stored)
         value_high = tl.load(row + HALF, mask=stored)
         if value_scale_ptr is not None:
-            scale_at, real = value_scale_ptr + head * PER_HEAD, head < KV_HEADS
+            scale_at = value_scale_ptr + head * PER_HEAD
+            real = head < KV_HEADS
             value_scale = tl.load(scale_at, mask=real, other=1.0)
             value_low = to_float8(tl.div_rn(value_low.to(tl.float32), value_scale))
             value_high = to_float8(tl.div_rn(value_high.to(tl.float32), value_scale))
@@ -206,7 +210,8 @@ def rotate_and_store_reference(
             converted to float8.
     """
     cos, sin = table_MD[position_T].to(query.dtype).float()[:, None].chunk(2, dim=-1)
-    rotated_query, rotated_key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rotated_query = _rotate(query, cos, sin)
+    rotated_key = _rotate(key, cos, sin)
     if scales is not None:
         query_scale, key_scale, value_scale = (scale.view(-1, 1) for scale in scales)
         if len(query_scale) > 1:
@@ -217,7 +222,8 @@ def rotate_and_store_reference(
         value = _to_float8(value.float() / value_scale)
         cache = cache.view(FLOAT8)
     kept = (slot_T >= 0).nonzero()[:, 0]
-    page, offset = slot_T[kept] // cache.shape[2], slot_T[kept] % cache.shape[2]
+    page = slot_T[kept] // cache.shape[2]
+    offset = slot_T[kept] % cache.shape[2]
     both = torch.cat([rotated_key[kept], value[kept]], dim=-1)
     cache[page, :, offset] = both.to(cache.dtype)
     query_out.copy_(rotated_query)

@@ -21,7 +21,7 @@ def register_configs() -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from dllm_plugin.models.configs import CONFIGS
+    from .configs import CONFIGS
 
     for config in CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)

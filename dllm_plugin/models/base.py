@@ -3,18 +3,19 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.models import forgo_workspace
-from dllm_plugin.models.checkpoints import lora, shapes
-from dllm_plugin.models.checkpoints.layouts import Packing
-from dllm_plugin.models.checkpoints.quantised import quantise_head
-from dllm_plugin.models.checkpoints.weights import (
+
+from . import forgo_workspace
+from .checkpoints import lora, shapes
+from .checkpoints.layouts import Packing
+from .checkpoints.quantised import quantise_head
+from .checkpoints.weights import (
     PARTIAL_BACKENDS,
     Manifest,
     Shapes,
@@ -42,7 +43,7 @@ class DiffusionModel:
     """
 
     # ``[tokens, 1]``, 1 in rows to which a draft adapter is applied; None without one.
-    draft_rows: torch.Tensor | None = None
+    draft_rows: Tensor | None = None
     update: WeightUpdate | None = None  # in progress: weights come in parts
     # vLLM takes an adapted head to compute one row a request, and a canvas has many.
     embedding_modules: ClassVar[dict[str, str]] = {}
@@ -131,7 +132,7 @@ class DiffusionModel:
         method = get_decode_config(self.vllm_config).method
         lora.check_strategy(adapter, name, method)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Compute logits: [rows, hidden] -> [rows, vocab]; None on ranks that do not gather.
 
         With `vocab_parallel` the columns are this rank's share of the LM head, padding included.
@@ -144,9 +145,7 @@ class DiffusionModel:
             return hidden_states.new_empty((0, width))
         if self.keeps_columns:
             process = self.logits_processor
-            logits: torch.Tensor = process(
-                self.lm_head, hidden_states, skip_gather=True
-            )
+            logits: Tensor = process(self.lm_head, hidden_states, skip_gather=True)
             return logits
         return super().compute_logits(hidden_states)  # type: ignore[misc]
 

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dllm_plugin.config.validation import did_you_mean
-from dllm_plugin.models.checkpoints.sizes import (
-    EIGHT_BITS,
-    FOUR_BITS,
-    NAMES,
-    Sizes,
-    count_sizes,
-)
+
+from .checkpoints.sizes import EIGHT_BITS, FOUR_BITS, NAMES, Sizes, count_sizes
 
 PAGES = "docs/models/"
 PRECISIONS = ("bf16", "FP8", "INT4")

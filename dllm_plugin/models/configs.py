@@ -5,15 +5,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, Qwen2Tokenizer
 from transformers.models.ministral3.configuration_ministral3 import Ministral3Config
 
-from dllm_plugin.models.checkpoints.unserved import with_architecture
-from dllm_plugin.models.config_bases import (
-    DiffusionConfig,
-    OfLlama,
-    OfQwen2,
-    OfQwen3,
-    refuse_variants,
-)
-from dllm_plugin.models.mixture_configs import MIXTURES, LLaDAMoEConfig
+from .checkpoints.unserved import with_architecture
+from .config_bases import DiffusionConfig, OfLlama, OfQwen2, OfQwen3, refuse_variants
+from .mixture_configs import MIXTURES, LLaDAMoEConfig
 
 
 class LLaDAConfig(DiffusionConfig):

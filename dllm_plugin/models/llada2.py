@@ -13,6 +13,7 @@ were constructed with.
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.router_factory import (
     create_fused_moe_router,
@@ -20,9 +21,10 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import (
 from vllm.model_executor.models.bailing_moe import BailingMoE, BailingMoeV2ForCausalLM
 
 from dllm_plugin.decoding.families import LLADA22
-from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.checkpoints import shapes
-from dllm_plugin.models.checkpoints.weights import Shapes
+
+from .base import DiffusionModel
+from .checkpoints import shapes
+from .checkpoints.weights import Shapes
 
 EPSILON = 1e-20  # of the authors' normalisation
 
@@ -30,7 +32,7 @@ EPSILON = 1e-20  # of the authors' normalisation
 class LLaDA2MoE(BailingMoE):
     """Route tokens by float32 logits up to the choice of experts, as in training."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Compute the layer: [tokens, hidden] -> [tokens, hidden]."""
         router_logits, _ = self.gate(hidden_states)
         return self.experts(hidden_states=hidden_states, router_logits=router_logits)
@@ -42,10 +44,10 @@ class LLaDA22MoE(LLaDA2MoE):
     blocks_T  int64, number of each token's block within the forward; all layers read one
     """
 
-    blocks_T: torch.Tensor
+    blocks_T: Tensor
     capacity: int
 
-    def share(self, blocks_T: torch.Tensor, capacity: int) -> None:
+    def share(self, blocks_T: Tensor, capacity: int) -> None:
         """Route by blocks. Raises ValueError if vLLM's kernel has a router of its own."""
         if self.experts.routed_experts.quant_method.is_monolithic:
             raise ValueError(
@@ -62,14 +64,14 @@ class LLaDA22MoE(LLaDA2MoE):
 
     def route(
         self,
-        hidden_states: torch.Tensor,
-        gating_output: torch.Tensor,
+        hidden_states: Tensor,
+        gating_output: Tensor,
         topk: int,
         renormalize: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return share and number of each token's experts, ``[T, topk]``."""
         scores_TE = gating_output.float().sigmoid()
-        bias_E: torch.Tensor = self.gate.expert_bias  # type: ignore[assignment]
+        bias_E: Tensor = self.gate.expert_bias  # type: ignore[assignment]
         ranked_TE = scores_TE + bias_E
         block_T = self.blocks_T[: len(ranked_TE)]
         allowed_TE = allowed_experts(ranked_TE, block_T, self.capacity)
@@ -80,9 +82,7 @@ class LLaDA22MoE(LLaDA2MoE):
         return shares_TK * self.routed_scaling_factor, chosen_TK
 
 
-def allowed_experts(
-    ranked_TE: torch.Tensor, block_T: torch.Tensor, capacity: int
-) -> torch.Tensor:
+def allowed_experts(ranked_TE: Tensor, block_T: Tensor, capacity: int) -> Tensor:
     """Return the experts of each token's block, bool ``[T, E]``: those of the best ranks."""
     index_TE = block_T[:, None].expand_as(ranked_TE)
     best_TE = torch.full_like(ranked_TE, float("-inf"))
@@ -92,7 +92,7 @@ def allowed_experts(
     return none_TE.scatter(1, kept, True)[block_T]
 
 
-def number_blocks(positions_T: torch.Tensor, length: int) -> torch.Tensor:
+def number_blocks(positions_T: Tensor, length: int) -> Tensor:
     """Number the blocks of a forward's tokens, int64 ``[T]``.
 
     A block ends at a multiple of its length, and where positions do not follow each other: there
@@ -150,7 +150,7 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
 class LLaDA22MoeModelLM(LLaDA2MoeModelLM):
     """Serve inclusionAI/LLaDA2.2-mini and -flash, whose blocks share experts."""
 
-    blocks_T: torch.Tensor
+    blocks_T: Tensor
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -170,8 +170,8 @@ class LLaDA22MoeModelLM(LLaDA2MoeModelLM):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         *rest: Any,
         **named: Any,
     ) -> Any:

@@ -12,9 +12,9 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
-from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.checkpoints import shapes
-from dllm_plugin.models.checkpoints.weights import Shapes
+from .base import DiffusionModel
+from .checkpoints import shapes
+from .checkpoints.weights import Shapes
 
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 END = r"(?=\.|$)"  # layer lists of quantisation configs name modules without `.weight`

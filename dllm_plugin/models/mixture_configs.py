@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import Qwen2Tokenizer, Qwen3MoeConfig
 
-from dllm_plugin.models.config_bases import DiffusionConfig, OfQwen3
+from .config_bases import DiffusionConfig, OfQwen3
 
 
 class OfQwen3Moe(DiffusionConfig, Qwen3MoeConfig):

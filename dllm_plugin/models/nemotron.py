@@ -16,9 +16,10 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.models.base import DiffusionModel
-from dllm_plugin.models.checkpoints import lora
-from dllm_plugin.models.checkpoints.weights import Shapes, Weights, WeightUpdate
+
+from .base import DiffusionModel
+from .checkpoints import lora
+from .checkpoints.weights import Shapes, Weights, WeightUpdate
 
 THEIRS = {"model.": "encoder.", "lm_head.": "diffusion_head."}
 RENAME = WeightsMapper(

@@ -9,7 +9,8 @@ import torch
 
 # Key of SamplingParams.extra_args by which a request asks.
 WANTED = "return_hidden_states"
-REFUSED = b"\x00refused\x00"  # a tensor whose bytes start with it is a refusal with its reason
+# A tensor whose bytes start with it is a refusal with its reason.
+REFUSED = b"\x00refused\x00"
 Runner: Any = object  # base class of mixins for vLLM's model runners
 # Entry of additional_config["omni"] -> whether a value is valid.
 OPTIONS: dict[str, Any] = {

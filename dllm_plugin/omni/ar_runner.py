@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from dllm_plugin.omni import WANTED, Runner, option, refuse
+from . import WANTED, Runner, option, refuse
 
 
 @dataclass
@@ -94,8 +94,10 @@ def check_generation(config: VllmConfig) -> None:
     model, parallel = config.model_config, config.parallel_config
     transfer = config.kv_transfer_config
     policy = transfer and transfer.kv_load_failure_policy
-    layers, use = chosen_layers(config) or [], "hidden_state_args() without layers"
-    kind, stages = model.runner_type, parallel.pipeline_parallel_size > 1
+    layers = chosen_layers(config) or []
+    use = "hidden_state_args() without layers"
+    kind = model.runner_type
+    stages = parallel.pipeline_parallel_size > 1
     relay = stages and parallel.distributed_executor_backend == "external_launcher"
     in_place = config.device_config.device_type == "cuda"
     in_place = in_place and not config.compilation_config.mode
@@ -130,7 +132,8 @@ class _HiddenStates(Runner):
         last = self.vllm_config.model_config.get_total_num_hidden_layers()
         inner = tuple(layer for layer in self._layers or () if layer < last)
         if inner:
-            name, taken = type(self.model).__name__, supports_eagle3(self.model)
+            name = type(self.model).__name__
+            taken = supports_eagle3(self.model)
             refuse("hidden_state_layers", {name: not taken})
             self.use_aux_hidden_state_outputs = True
             self.model.set_aux_hidden_state_layers(inner)
@@ -146,7 +149,9 @@ class _HiddenStates(Runner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample as vLLM does, and add the wanted rows to the output."""
         state = self.execute_model_state
-        step = self._copy_rows(state) if state is not None and self._lives else None
+        step = None
+        if state is not None and self._lives:
+            step = self._copy_rows(state)
         output = super().sample_tokens(grammar_output)
         if step is None:
             return output
@@ -157,7 +162,8 @@ class _HiddenStates(Runner):
 
     def _copy_rows(self, state: Any) -> StepRows | None:
         """Copy the wanted rows at once: with full CUDA graphs the next replay overwrites them."""
-        parallel, final = self.vllm_config.parallel_config, state.hidden_states
+        parallel = self.vllm_config.parallel_config
+        final = state.hidden_states
         # Under torchrun each rank is an engine and samples from broadcast logits.
         everywhere = parallel.distributed_executor_backend == "external_launcher"
         relay = everywhere and parallel.pipeline_parallel_size > 1
@@ -176,11 +182,13 @@ class _HiddenStates(Runner):
             rows = torch.cat([final[s] for s in slices])
         elif here:
             chosen = [*(state.aux_hidden_states or ()), final][: len(self._layers)]
-            rows = torch.stack(
-                [torch.cat([layer[s] for s in slices]) for layer in chosen], dim=1
-            )
+            layers = []
+            for layer in chosen:
+                layers.append(torch.cat([layer[s] for s in slices]))
+            rows = torch.stack(layers, dim=1)
         if relay:
-            group, sent = get_pp_group(), {"rows": rows} if here else None
+            group = get_pp_group()
+            sent = {"rows": rows} if here else None
             received: Any = group.broadcast_tensor_dict(sent, src=group.world_size - 1)
             rows = received["rows"]
         return StepRows(rows, owners)
@@ -205,7 +213,8 @@ class HiddenStatesV1(_HiddenStates):
 
     def _places(self, state: Any) -> list[tuple[str, int, int, int]]:
         """List the batch: request, first row, number of rows, number of draft tokens."""
-        starts, scheduled = self.query_start_loc.np.tolist(), state.scheduler_output
+        starts = self.query_start_loc.np.tolist()
+        scheduled = state.scheduler_output
         lengths = scheduled.num_scheduled_tokens
         drafts = scheduled.scheduled_spec_decode_tokens
         ids = enumerate(self.input_batch.req_ids)
@@ -220,9 +229,8 @@ class HiddenStatesV2(_HiddenStates):
         super().add_requests(scheduler_output)
         # A resumed request is a new one here.
         for new in scheduler_output.scheduled_new_reqs:
-            self._start(
-                new, new.prompt_len, len(new.prefill_token_ids) - new.prompt_len
-            )
+            sampled = len(new.prefill_token_ids) - new.prompt_len
+            self._start(new, new.prompt_len, sampled)
 
     def _remove_request(self, req_id: str) -> Any:
         self._lives.pop(req_id, None)

@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.pooler import Pooler, PoolingParamsUpdate
 from vllm.tasks import PoolingTask
 
-from dllm_plugin.omni import Runner, refusal, tensor_args
+from . import Runner, refusal, tensor_args
 
 TASK: Literal["plugin"] = "plugin"
 
@@ -44,7 +44,7 @@ class Condition:
 class TensorPooler(Pooler):
     """Return what the entry point returned; vLLM calls it after the forward."""
 
-    outputs: list[torch.Tensor]
+    outputs: list[Tensor]
 
     def get_supported_tasks(self) -> Set[PoolingTask]:
         return {TASK, "embed"}  # model runner v2 pools only for tasks that it knows
@@ -52,7 +52,7 @@ class TensorPooler(Pooler):
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
         return PoolingParamsUpdate()
 
-    def forward(self, hidden_states: torch.Tensor, pooling_metadata: Any) -> Any:
+    def forward(self, hidden_states: Tensor, pooling_metadata: Any) -> Any:
         return self.outputs
 
 
@@ -66,7 +66,7 @@ class NonARModel(nn.Module):
         super().__init__()
         self.pooler = TensorPooler()
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         raise NotImplementedError  # vLLM wants every model to have it
 
     def forward(
@@ -122,10 +122,8 @@ class EntryPoint:
         tokens = inputs["positions"]
         return torch.zeros(tokens.shape[-1], 1, device=tokens.device)
 
-    def _run(
-        self, conditions: list[Condition], inputs: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        done: dict[str, torch.Tensor] = {}
+    def _run(self, conditions: list[Condition], inputs: dict[str, Any]) -> list[Tensor]:
+        done: dict[str, Tensor] = {}
         groups: dict[Hashable, list[Condition]] = {}
         for condition in conditions:
             seed = condition.params.get("seed", 0)
@@ -159,7 +157,7 @@ class _Diffusion(Runner):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return (TASK,)
 
-    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None:
+    def _dummy_pooler_run(self, hidden_states: Tensor) -> None:
         """Skip vLLM's warm-up of the pooler."""
 
     def _expect(self, req_ids: list[str], params: list[Any], starts: Any) -> None:

@@ -20,7 +20,7 @@ from vllm.plugins.io_processors.interface import IOProcessor
 from vllm.transformers_utils.config import register_config_parser
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-from dllm_plugin.omni import option, tensor_of
+from . import option, tensor_of
 
 # Config entries that vLLM reads of every model. A prompt is bytes, hence a vocabulary of 256.
 SETTINGS = {
@@ -126,7 +126,8 @@ class ImageProcessor(IOProcessor[Any, Any]):
         self, model_output: Any, request_id: str | None = None, **kwargs: Any
     ) -> Any:
         """Return each request's tensor or images; in a server (request_id given) base64 PNG."""
-        found, several = enumerate(model_output), len(model_output) > 1
+        found = enumerate(model_output)
+        several = len(model_output) > 1
         error, served = VLLMValidationError, request_id is not None
         tensors = [
             tensor_of(output, error, f"data[{i}]: " * several) for i, output in found

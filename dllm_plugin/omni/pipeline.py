@@ -22,9 +22,9 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm_plugin.omni import check_scheduler, option, pipeline_args, refusal, refuse
-from dllm_plugin.omni.diffusion import TASK
-from dllm_plugin.omni.images import check_request
+from . import check_scheduler, option, pipeline_args, refusal, refuse
+from .diffusion import TASK
+from .images import check_request
 
 logger = init_logger("vllm.dllm_plugin.omni")
 # Questions that vLLM asks its workers, with the answers of a model without a KV cache.
@@ -48,8 +48,12 @@ class Job(AbstractContextManager[Any]):
     """Call a pipeline in a daemon thread, one denoising step at a time."""
 
     def __init__(self, call: Any) -> None:
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self.step, self.total, self.ended, self._cancelled = 0, None, False, False
+        self._go = threading.Semaphore(0)
+        self._stopped = threading.Semaphore(0)
+        self.step = 0
+        self.total = None
+        self.ended = False
+        self._cancelled = False
         self.result, self.error = torch.empty(0), ""
         threading.Thread(target=self._main, args=(call,), daemon=True).start()
 
@@ -75,7 +79,8 @@ class Job(AbstractContextManager[Any]):
     def after_step(
         self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]
     ) -> Any:
-        self.step, self.total = step + 1, getattr(pipe, "num_timesteps", None)
+        self.step = step + 1
+        self.total = getattr(pipe, "num_timesteps", None)
         self._stopped.release()
         self._wait()
         return tensors
@@ -205,7 +210,8 @@ class DiffusersPipelineExecutor(Executor):
         """Return images as uint8 ``[n, height, width, 3]``, or float32 by `output_type`."""
         request = json.loads(bytes(prompt))
         check_request(request, self.vllm_config)
-        seed, kind = request.pop("seed", seed), request.pop("output_type", "pil")
+        seed = request.pop("seed", seed)
+        kind = request.pop("output_type", "pil")
         generator = torch.Generator("cpu").manual_seed(seed)
         options = {"generator": generator, "return_dict": False}
         for name in request:

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     LogitsProcessor as LogitsProcessorV2,
 )
 
-from dllm_plugin.omni import WANTED
+from . import WANTED
 
 
 class HiddenStatesScheduler(Scheduler):

@@ -11,13 +11,8 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from dllm_plugin.engine.platforms import request_tiles
-from dllm_plugin.omni import (
-    ar_runner,
-    check_scheduler,
-    diffusion,
-    hidden_state_args,
-    refuse,
-)
+
+from . import ar_runner, check_scheduler, diffusion, hidden_state_args, refuse
 
 # Importing the CPU worker replaces functions of torch.cuda.
 if current_platform.is_cpu():
@@ -42,7 +37,8 @@ class _Worker(Worker):
         if current_platform.is_cpu():
             request_tiles(self.model_config)
         super().init_device()
-        runner, mixin = self.model_runner, self.runners[self.use_v2_model_runner]
+        runner = self.model_runner
+        mixin = self.runners[self.use_v2_model_runner]
         runner.__class__ = type(mixin.__name__, (mixin, type(runner)), {})
 
 
@@ -56,7 +52,8 @@ class ARWorker(_Worker):
         needed, model = hidden_state_args(), self.model_config
         ar_runner.check_generation(self.vllm_config)
         check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
-        (rules,), given = needed["logits_processors"], model.logits_processors or []
+        (rules,) = needed["logits_processors"]
+        given = model.logits_processors or []
         refuse(
             "ARWorker",
             {f"logits_processors={given}; add {rules!r}": rules not in given},

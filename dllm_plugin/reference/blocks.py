@@ -8,15 +8,11 @@ Stable-DiffCoder and A2D by blocks decode one block after the other.
 from collections.abc import Callable
 from itertools import pairwise
 
-from dllm_plugin.reference.full_attention import choose_of_left, count_by_factor
-from dllm_plugin.reference.numbers import (
-    dream_quota,
-    float32,
-    step_with_rounded_quota,
-)
-from dllm_plugin.reference.proposing import Proposals, best_first, propose
-from dllm_plugin.reference.rules import D2F, EDITING, FAR, Rules
-from dllm_plugin.reference.text import Text
+from .full_attention import choose_of_left, count_by_factor
+from .numbers import dream_quota, float32, step_with_rounded_quota
+from .proposing import Proposals, best_first, propose
+from .rules import D2F, EDITING, FAR, Rules
+from .text import Text
 
 
 def decode_blocks(text: Text) -> None:
@@ -255,7 +251,8 @@ def sure_or_best(
     if len(sure) >= quota:
         return sure
     if quota < len(order):
-        last, next_one = found[order[quota - 1]], found[order[quota]]
+        last = found[order[quota - 1]]
+        next_one = found[order[quota]]
         text.close_choice(last.score - next_one.score)
     return order[:quota]
 

@@ -11,9 +11,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from dllm_plugin.reference.blocks import denoise_block
-from dllm_plugin.reference.proposing import Proposals, best_first, propose
-from dllm_plugin.reference.text import Model, Slots, Text
+from .blocks import denoise_block
+from .proposing import Proposals, best_first, propose
+from .text import Model, Slots, Text
 
 
 class CausalModel(Model, Protocol):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_plugin.reference.sizes import LLADA, LLADA2, NEMOTRON, Sizes
+from .sizes import LLADA, LLADA2, NEMOTRON, Sizes
 
 COMPUTED = (".rotary_emb.", "rotary_pos_emb.inv_freq")  # buffers that nobody reads
 # Parts of names -> parts of Qwen's; for each kind in this order.

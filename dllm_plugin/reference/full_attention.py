@@ -7,10 +7,10 @@ next one.
 
 from torch import Tensor
 
-from dllm_plugin.reference import numbers
-from dllm_plugin.reference.proposing import Proposals, best_first, propose, uniforms
-from dllm_plugin.reference.rules import CACHED, DUAL_CACHE, PREFIX_CACHE
-from dllm_plugin.reference.text import FILL, Slots, Text
+from . import numbers
+from .proposing import Proposals, best_first, propose, uniforms
+from .rules import CACHED, DUAL_CACHE, PREFIX_CACHE
+from .text import FILL, Slots, Text
 
 
 def decode_full_attention(text: Text) -> None:

@@ -3,22 +3,18 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dllm_plugin.reference import rules
-from dllm_plugin.reference.blocks import (
-    decode_blocks,
-    decode_exact_blocks,
-    decode_sub_blocks,
-)
-from dllm_plugin.reference.causal_blocks import (
+from . import rules
+from .blocks import decode_blocks, decode_exact_blocks, decode_sub_blocks
+from .causal_blocks import (
     decode_causal_blocks,
     decode_introspective,
     decode_self_speculation,
     decode_window,
 )
-from dllm_plugin.reference.full_attention import decode_full_attention
-from dllm_plugin.reference.structure import decode_structure
-from dllm_plugin.reference.text import Result, Text
-from dllm_plugin.reference.widths import decode_widths
+from .full_attention import decode_full_attention
+from .structure import decode_structure
+from .text import Result, Text
+from .widths import decode_widths
 
 RANKED = ("low_confidence", "entropy", "topk_margin", "random")
 

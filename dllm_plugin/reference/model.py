@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from dllm_plugin.reference.checkpoint import load_weights
-from dllm_plugin.reference.sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
-from dllm_plugin.reference.text import Slots
+from .checkpoint import load_weights
+from .sizes import LLADA2, LLADA_MOE, MASKS, SHIFTED, Sizes
+from .text import Slots
 
 BLOCK = 32  # of LLaDA2.2, whose routing shares experts between positions
 States = tuple[list[Tensor], Tensor]  # after the embedding and each layer, and logits
@@ -50,7 +50,8 @@ class Router:
             return cls(chosen, normalised=False)
         if sizes.kind not in LLADA2:
             return cls(chosen, normalised=config.get("norm_topk_prob", True))
-        groups, kept = config.get("n_group", 8), config.get("topk_group", 4)
+        groups = config.get("n_group", 8)
+        kept = config.get("topk_group", 4)
         scale = config.get("routed_scaling_factor", 2.5)
         if capacity := config.get("expert_capacity"):
             block = config.get("block_size") or BLOCK
@@ -155,7 +156,8 @@ class PlainModel:
             for part in "qkv"
         )
         if f"{name}.q_norm.weight" in self.weights:
-            q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
+            q = self._norm(q, f"{name}.q_norm")
+            k = self._norm(k, f"{name}.k_norm")
         return [rotate(q, turns), rotate(k, turns), v]
 
     def _attend(
@@ -175,7 +177,8 @@ class PlainModel:
             k, v = slots[name] = _written(slots.get(name), (k, v), start)
         groups = self.sizes.heads // self.sizes.kv_heads
         if groups > 1:
-            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+            k = k.repeat_interleave(groups, 0)
+            v = v.repeat_interleave(groups, 0)
         scores = (q @ k.transpose(1, 2)).float() / q.shape[-1] ** 0.5
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))

@@ -5,19 +5,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from dllm_plugin.reference.numbers import (
-    ALG_TEMP_ORDER,
-    RANDOM_ORDER,
-    counter_uniform,
-    counter_uniforms,
-)
-from dllm_plugin.reference.rules import (
-    CAUSAL_BLOCKS,
-    EXACT_BLOCKS,
-    FULL_ATTENTION,
-    STRUCTURE,
-)
-from dllm_plugin.reference.text import FILL, Proposal, Text
+from .numbers import ALG_TEMP_ORDER, RANDOM_ORDER, counter_uniform, counter_uniforms
+from .rules import CAUSAL_BLOCKS, EXACT_BLOCKS, FULL_ATTENTION, STRUCTURE
+from .text import FILL, Proposal, Text
 
 Proposals = dict[int, Proposal]
 UNTEMPERED = (*FULL_ATTENTION, EXACT_BLOCKS, CAUSAL_BLOCKS, STRUCTURE)

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-D2F, BLOCK_DIFFUSION, SUB_BLOCKS = "d2f", "block_diffusion", "sub_blocks"
+D2F = "d2f"
+BLOCK_DIFFUSION = "block_diffusion"
+SUB_BLOCKS = "sub_blocks"
 EXACT_BLOCKS, CAUSAL_BLOCKS = "exact_blocks", "causal_blocks"
 SELF_SPECULATION = "self_speculation"
 STRUCTURE = "structure"

@@ -8,7 +8,8 @@ from typing import Any
 FAST_DLLM, DREAM, LLADA = "Fast_dLLM_Qwen", "Dream", "llada"
 LLADA_MOE, RND1, IDLM = "lladamoe", "rnd1", "idlm"
 WEDLM, WEDLM_BIASED = "wedlm", "wedlm with bias"
-LLADA2, SDAR = ("llada2_moe", "llada2_moe_veomni", "llada21_moe"), ("sdar", "sdar_moe")
+LLADA2 = ("llada2_moe", "llada2_moe_veomni", "llada21_moe")
+SDAR = ("sdar", "sdar_moe")
 NEMOTRON = "nemotron_labs_diffusion"
 STABLE_DIFFCODER = "stable_diffcoder"
 A2D_QWEN3, A2D_QWEN2, A2D_LLAMA = A2D = ("a2d-qwen3", "a2d-qwen2", "a2d-llama")

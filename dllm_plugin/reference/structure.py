@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dllm_plugin.reference.blocks import sure_or_best, tokens_to_replace
-from dllm_plugin.reference.proposing import Proposals, best_first, propose
-from dllm_plugin.reference.text import Text
+from .blocks import sure_or_best, tokens_to_replace
+from .proposing import Proposals, best_first, propose
+from .text import Text
 
 LEAST_ROUNDS = 1000  # in which every block is decided at the latest
 ATTEMPTS = 5  # to leave a row that was seen before
@@ -68,7 +68,8 @@ def decode_structure(text: Text) -> None:
 def _propose(text: Text, block: Block, step: int) -> Proposals:
     """Propose for all positions; only masks are sampled, by penalised logits."""
     rows = list(range(block.low, block.high))
-    masked, logits = text.masked(block.low, block.high), text.predict()
+    masked = text.masked(block.low, block.high)
+    logits = text.predict()
     found = propose(text, logits[rows], rows, step, edits=True)
     return found | propose(text, logits[masked], masked, step)
 
@@ -76,7 +77,8 @@ def _propose(text: Text, block: Block, step: int) -> Proposals:
 def _round(text: Text, block: Block, found: Proposals) -> tuple[bool, bool]:
     """Take a round of decisions; return whether it changed tokens, and was the last."""
     old = block.row
-    waiting, masked = block.waiting(), text.masked(block.low, block.high)
+    waiting = block.waiting()
+    masked = text.masked(block.low, block.high)
     block.post = 0 if waiting else block.post + 1
     fills = _fills(text, block, masked, found)
     is_final = _is_final(text, block, waiting, fills)
@@ -147,7 +149,8 @@ def _restructured(
     text: Text, block: Block, old: list[int], row: list[int]
 ) -> tuple[list[int], set[int]]:
     """Return the row after deletions and insertions, and its inserted masks."""
-    mask, (delete, split) = text.model.mask_id, text.rules.structure
+    mask = text.model.mask_id
+    (delete, split) = text.rules.structure
     tokens: list[int] = []
     inserted: set[int] = set()
 

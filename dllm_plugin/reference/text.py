@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from dllm_plugin.reference.rules import CACHED, FAR, FULL_ATTENTION, Rules
+from .rules import CACHED, FAR, FULL_ATTENTION, Rules
 
 FILL = -1  # marks a position to fill in a template
 Slots = dict[str, tuple[Tensor, Tensor]]  # keys and values of each layer by position

@@ -1,8 +1,8 @@
 """Decode a floating canvas by a schedule of widths; each forward computes the whole text."""
 
-from dllm_plugin.reference.numbers import float32
-from dllm_plugin.reference.proposing import best_first, propose
-from dllm_plugin.reference.text import Text
+from .numbers import float32
+from .proposing import best_first, propose
+from .text import Text
 
 
 def decode_widths(text: Text) -> None:

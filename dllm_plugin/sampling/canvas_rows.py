@@ -19,16 +19,11 @@ from torch import Tensor
 from dllm_plugin.decoding.causal_rows import row_of_position
 from dllm_plugin.decoding.plan import PlanFunction, StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
-from dllm_plugin.sampling.rows import RowChunk, take_rows
-from dllm_plugin.sampling.step import (
-    DenoisingStep,
-    LogitsRows,
-    Planned,
-    StepTensors,
-    allow_any_length,
-)
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 from dllm_plugin.state.refreshed import positions_of_rows
+
+from .rows import RowChunk, take_rows
+from .step import LogitsRows, Planned, Step, StepTensors, allow_any_length
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -139,12 +134,13 @@ class CanvasRows(LogitsRows):
         last = batch.query_start_loc[canvases + 1 : batch.num_reqs + 1] - 1
         batch.logits_indices = torch.cat([batch.logits_indices, last.to(torch.int64)])
 
-    def read(self, logits_TV: Tensor, batch: "InputBatch") -> DenoisingStep | None:
+    def read(self, logits_TV: Tensor, batch: "InputBatch") -> Step | None:
         """Return the rows of the canvases, or None without canvases; keep those of prefills.
 
         Shifted logits hold one row for each prefill after those of the canvases.
         """
-        canvases, num_rows = count_canvases(batch), batch.num_draft_tokens
+        canvases = count_canvases(batch)
+        num_rows = batch.num_draft_tokens
         if self.carry_NV is not None and num_rows < logits_TV.shape[0]:
             prefilled = batch.idx_mapping[canvases : batch.num_reqs]
             # Warm-up batches have rows that no prefill asked for.
@@ -158,30 +154,34 @@ class CanvasRows(LogitsRows):
 
     def _planned_step(
         self, logits_TV: Tensor, batch: "InputBatch", canvases: int
-    ) -> DenoisingStep:
+    ) -> Step:
         """Return all of a step but what its logits say; read nothing that this forward writes."""
-        slots_R, bounds = batch.idx_mapping[:canvases], batch.cu_num_logits
-        low_R, high_R = bounds[:canvases], bounds[1 : canvases + 1]
+        slots_R = batch.idx_mapping[:canvases]
+        bounds = batch.cu_num_logits
+        low_R = bounds[:canvases]
+        high_R = bounds[1 : canvases + 1]
         planned, last_row_R, commits_R = self.begin(slots_R, low_R, high_R)
         num_rows = len(logits_TV)
         if self.carry_NV is not None:
             num_rows += canvases
             self._update = CarryUpdate(logits_TV, last_row_R, slots_R, commits_R)
-        step = DenoisingStep(slots_R, *planned, batch.seq_lens[:canvases], None)
+        step = Step(slots_R, *planned, batch.seq_lens[:canvases], None)
         step.last_row_R = last_row_R if self.reads_last_row else None
         step.index_R = torch.arange(canvases, device=self.states.device)
         step.index_np = np.arange(canvases)
         step.slots_np = batch.idx_mapping_np[:canvases]
         step.before_np = batch.num_computed_tokens_np[:canvases]
         # Compiled code serves any number of rows but one, which torch would compile anew.
-        step.num_reqs, step.num_rows = batch.num_reqs, max(num_rows, 2)
+        step.num_reqs = batch.num_reqs
+        step.num_rows = max(num_rows, 2)
         step.chunks = self._chunks(step, logits_TV, batch)
         return step
 
     def example(self, count: int) -> StepTensors:
         """Return a made-up step of some slots with two rows each, with tensors as in `read`."""
         device = self.states.device
-        slots_R = torch.arange(count, device=device) % len(self.states.open_N)
+        num_slots = len(self.states.open_N)
+        slots_R = torch.arange(count, device=device) % num_slots
         bounds = 2 * torch.arange(count + 1, dtype=torch.int32, device=device)
         low_R, high_R = bounds[:count], bounds[1 : count + 1]
         allow_any_length(slots_R, low_R, high_R)
@@ -200,7 +200,8 @@ class CanvasRows(LogitsRows):
             the plan; int64 and bool ``[R]``, the row that may become the carry row, and whether it
             does.
         """
-        low, high = low_R.to(torch.int64), high_R.to(torch.int64)
+        low = low_R.to(torch.int64)
+        high = high_R.to(torch.int64)
         drafts_R = high - low
         canvas, remaining_R = self.states.view(slots_R, drafts_R)
         plan = self.plan(canvas, self.mask_id)
@@ -229,7 +230,7 @@ class CanvasRows(LogitsRows):
         """
         return (plan.num_stored_R > 0).to(torch.int64)
 
-    def has_row(self, step: DenoisingStep) -> Tensor:
+    def has_row(self, step: Step) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         has_row_RC = self.states.position_C < step.drafts_R[:, None]
         if self.method.reorders:
@@ -237,7 +238,7 @@ class CanvasRows(LogitsRows):
             has_row_RC &= step.canvas.tokens_RC == self.mask_id
         return has_row_RC
 
-    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+    def replan(self, step: Step, plan: StepPlan) -> None:
         """Replace the plan of a step; the row that is stored or read after it moves along."""
         committed_R = plan.num_committed_R.clamp_min(1)
         moved_R = committed_R - step.plan.num_committed_R.clamp_min(1)
@@ -262,19 +263,22 @@ class CanvasRows(LogitsRows):
             move(logits_TV, from_R, self.carry_NV, slots_R, moved_R)
 
     def _chunks(
-        self, step: DenoisingStep, logits_TV: Tensor, batch: "InputBatch"
+        self, step: Step, logits_TV: Tensor, batch: "InputBatch"
     ) -> list[RowChunk]:
         """Return the rows to propose from: those of this forward, then the carry rows."""
-        device, slots_R, plan = self.states.device, step.slots_R, step.plan
-        slot_T, offset_T = batch.expanded_idx_mapping, batch.expanded_local_pos
+        device = self.states.device
+        slots_R = step.slots_R
+        plan = step.plan
+        slot_T = batch.expanded_idx_mapping
+        offset_T = batch.expanded_local_pos
         count, num_rows = len(slots_R), len(slot_T)
         if self.method.reorders:
             # Not `batch.positions`: the main stream may still have to write these.
             offset_T = positions_of_rows(batch, self.states)
         if self.causal_commit:
-            shifts_T = self._shifts(plan).repeat_interleave(
-                step.drafts_R, output_size=num_rows
-            )
+            shifts_R = self._shifts(plan)
+            drafts_R = step.drafts_R
+            shifts_T = shifts_R.repeat_interleave(drafts_R, output_size=num_rows)
             offset_T = offset_T + shifts_T.to(offset_T.dtype)
         owner_np = owner_R = None
         if self._mixed:
@@ -282,14 +286,27 @@ class CanvasRows(LogitsRows):
             drafts = batch.num_draft_tokens_per_req
             assert drafts is not None
             owner_np = np.repeat(owner_R, drafts[:count])
-        rows_T = torch.arange(num_rows, device=device)
-        rows = (rows_T, logits_TV, None, slot_T, offset_T, self.shift)
-        chunks = [RowChunk(*rows, owner_np=owner_np)]
+        computed = RowChunk(
+            torch.arange(num_rows, device=device),
+            logits_TV,
+            None,
+            slot_T,
+            offset_T,
+            self.shift,
+            owner_np=owner_np,
+        )
+        chunks = [computed]
         if self.carry_NV is not None:
-            rows_R = torch.arange(num_rows, num_rows + count, device=device)
-            nowhere_R = torch.zeros_like(slots_R, dtype=torch.int32)
-            carry = (rows_R, self.carry_NV, slots_R, slots_R, nowhere_R, 0)
-            chunks.append(RowChunk(*carry, owner_np=owner_R))
+            carry = RowChunk(
+                torch.arange(num_rows, num_rows + count, device=device),
+                self.carry_NV,
+                slots_R,
+                slots_R,
+                torch.zeros_like(slots_R, dtype=torch.int32),
+                0,
+                owner_np=owner_R,
+            )
+            chunks.append(carry)
         if device.type != "cpu":
             return chunks
         # There is no device to wait for, so rows that propose for nothing are left out.
@@ -297,7 +314,9 @@ class CanvasRows(LogitsRows):
         needed = []
         for chunk in chunks:
             chosen = torch.isin(chunk.rows_T, wanted).nonzero().squeeze(1)
-            owner = chunk.owner_np
-            owner = None if owner is None else owner[chosen.numpy()]
-            needed.append(take_rows(chunk, chosen)._replace(owner_np=owner))
+            taken = take_rows(chunk, chosen)
+            owner_np = chunk.owner_np
+            if owner_np is not None:
+                taken = taken._replace(owner_np=owner_np[chosen.numpy()])
+            needed.append(taken)
         return needed

@@ -21,19 +21,20 @@ from dllm_plugin.kernels.confidence.reference import (
     counter_uniform,
     sampled_order,
 )
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.features.token_rules import TokenRules
-from dllm_plugin.sampling.step import (
+from dllm_plugin.state.canvas_states import CanvasStates
+from dllm_plugin.state.request_table import POLICY_IDS
+
+from .features.feature import StepFeature
+from .features.token_rules import TokenRules
+from .step import (
     WARMUP_REQUESTS,
     WARMUP_ROWS,
-    DenoisingStep,
-    EmittedTokens,
+    Emitted,
+    Step,
     StepTensors,
     allow_any_length,
     compiled,
 )
-from dllm_plugin.state.canvas_states import CanvasStates
-from dllm_plugin.state.request_table import POLICY_IDS
 
 # Separate the random numbers of a request by their use: xor-ed into its seed. Tokens use the seed
 # as it is.
@@ -97,7 +98,7 @@ class Decider:
         # vLLM would read counts of masks as broken positions.
         self.sends_left = is_async and not envs.VLLM_RAISE_ON_LOGIT_NANS
         self.num_positions = states.canvas_NC.shape[1]
-        self.decide: Callable[..., EmittedTokens] = self.decide_plain
+        self.decide: Callable[..., Emitted] = self.decide_plain
         self.compiled_for: StepPolicies | None = None
 
     def policies_of(self, slots_np: np.ndarray) -> StepPolicies:
@@ -108,11 +109,11 @@ class Decider:
 
     def run(
         self,
-        step: DenoisingStep,
+        step: Step,
         stats: RowStats,
         policies: StepPolicies,
         features: Sequence[StepFeature],
-    ) -> EmittedTokens:
+    ) -> Emitted:
         """Decide a step, by compiled code if there is any for it and no feature is active."""
         usual = self.compiled_for
         if features or usual is None or not policies.are_among(usual):
@@ -139,17 +140,17 @@ class Decider:
 
     def decide_plain(
         self, tensors: StepTensors, stats: RowStats, policies: StepPolicies
-    ) -> EmittedTokens:
+    ) -> Emitted:
         """Decide a step without active features: the code that is compiled."""
-        return self.decide_step(DenoisingStep(*tensors), stats, policies, ())
+        return self.decide_step(Step(*tensors), stats, policies, ())
 
     def decide_step(
         self,
-        step: DenoisingStep,
+        step: Step,
         stats: RowStats,
         policies: StepPolicies,
         features: Sequence[StepFeature],
-    ) -> EmittedTokens:
+    ) -> Emitted:
         """Rank, unmask, commit and advance."""
         slots_R = step.slots_R
         step.proposal = self.rank(step, stats, policies)
@@ -178,9 +179,7 @@ class Decider:
         )
         return self._emitted(step)
 
-    def rank(
-        self, step: DenoisingStep, stats: RowStats, policies: StepPolicies
-    ) -> Proposal:
+    def rank(self, step: Step, stats: RowStats, policies: StepPolicies) -> Proposal:
         """Return token, confidence and score of every canvas position."""
         slots_R, source_RC = step.slots_R, step.source_RC
         requests = self.states.requests
@@ -203,7 +202,7 @@ class Decider:
         )
 
     def _scores(
-        self, step: DenoisingStep, stats: RowStats, policies: StepPolicies
+        self, step: Step, stats: RowStats, policies: StepPolicies
     ) -> dict[str, Tensor]:
         """Return the scores other than the confidence that policies of the step rank by."""
         ranked_by = {RANKED_BY[name] for name in policies.names}
@@ -229,7 +228,7 @@ class Decider:
         step_R1 = states.counter_N[slots_R].to(torch.int64)[:, None]
         return counter_uniform(seed_R1, position_RC, step_R1)
 
-    def _apply_policies(self, step: DenoisingStep, names: tuple[str, ...]) -> Tensor:
+    def _apply_policies(self, step: Step, names: tuple[str, ...]) -> Tensor:
         """Return what each request's policy unmasks; one batched call per rule of the step."""
         slots_R, plan = step.slots_R, step.plan
         canvas = step.canvas if step.policy_canvas is None else step.policy_canvas
@@ -248,7 +247,7 @@ class Decider:
         only_first_RC = plan.candidates_RC & first_C
         return torch.where(plan.first_only_R[:, None], only_first_RC, unmask_RC)
 
-    def _commit(self, step: DenoisingStep) -> None:
+    def _commit(self, step: Step) -> None:
         """Write tokens, and decide what commits."""
         canvas, unmask_RC = step.canvas, step.unmask_RC
         tokens_RC = torch.where(unmask_RC, step.proposal.token_RC, canvas.tokens_RC)
@@ -271,7 +270,7 @@ class Decider:
         step.saw_stop_R = saw_before_R | is_stop_RC.any(dim=1)
         step.emit_RC = (position_C + tail_R1).clamp_max(self.num_positions - 1)
 
-    def _emitted(self, step: DenoisingStep) -> EmittedTokens:
+    def _emitted(self, step: Step) -> Emitted:
         """Return what the host reads of a step."""
         broken_R, left_R = step.broken_R, None
         if self.method.logits == "masked":
@@ -279,7 +278,7 @@ class Decider:
             if self.sends_left:
                 broken_R = pack_masks_left(broken_R, left_R)
         emitted_R = step.outcome.num_committed_R - step.canvas.tail_R
-        return EmittedTokens(
+        return Emitted(
             step.tokens_RC.gather(1, step.emit_RC),
             emitted_R.clamp_min(0),
             self._rejected(step),
@@ -288,7 +287,7 @@ class Decider:
             left_R,
         )
 
-    def _count_left(self, step: DenoisingStep) -> Tensor:
+    def _count_left(self, step: Step) -> Tensor:
         """Count masks of current blocks that go on; 0 for others, and for void steps."""
         is_masked_RC = step.tokens_RC == self.mask_id
         goes_on_R = step.plan.active_RS.any(dim=1) & ~step.outcome.refresh_R
@@ -296,7 +295,7 @@ class Decider:
         is_left_RC = is_masked_RC & in_block_RC & goes_on_R[:, None]
         return is_left_RC.sum(dim=1, dtype=torch.int32)
 
-    def _rejected(self, step: DenoisingStep) -> Tensor:
+    def _rejected(self, step: Step) -> Tensor:
         """Return by how much computed positions fall back: to the canvas, or to the refresh."""
         rejected_R = step.seq_lens_R
         if step.refresh_R is not None:

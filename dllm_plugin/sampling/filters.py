@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import GREEDY_FILTERS
 
@@ -22,8 +21,8 @@ def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) ->
     if top_k_T is not None:
         place_T = ordered_TV.shape[1] - top_k_T.to(torch.int64)
         least_T1 = ordered_TV.gather(1, place_T[:, None])
-        ordered_TV.masked_fill_(ordered_TV < least_T1, NEGATIVE_INFINITY)
-        logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
+        ordered_TV.masked_fill_(ordered_TV < least_T1, -torch.inf)
+        logits_TV.masked_fill_(logits_TV < least_T1, -torch.inf)
     probs_TV = ordered_TV.softmax(dim=-1)
     summed_TV = torch.cumsum(probs_TV, dim=-1, out=probs_TV)
     is_out_TV = summed_TV <= 1 - top_p_T[:, None]
@@ -35,8 +34,8 @@ def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) ->
         is_tied_TV = logits_TV == least_T1
         tied_in_T1 = is_tied_TV.sum(dim=-1, keepdim=True) - tied_out_T1
         is_tied_TV &= is_tied_TV.cumsum(dim=-1) > tied_in_T1
-        logits_TV.masked_fill_(is_tied_TV, NEGATIVE_INFINITY)
-    logits_TV.masked_fill_(logits_TV < least_T1, NEGATIVE_INFINITY)
+        logits_TV.masked_fill_(is_tied_TV, -torch.inf)
+    logits_TV.masked_fill_(logits_TV < least_T1, -torch.inf)
     return logits_TV
 
 
@@ -56,7 +55,8 @@ class Filters:
 
     def users(self, slots_np: np.ndarray) -> np.ndarray:
         """Return which of the slots filter, bool."""
-        sampling, users = self.sampling_states, self.states.requests.users
+        sampling = self.sampling_states
+        users = self.states.requests.users
         filtered = sampling.min_p.np[slots_np] != 0
         filtered |= sampling.top_k.np[slots_np] != sampling.vocab_size
         filtered |= sampling.top_p.np[slots_np] != 1.0
@@ -72,7 +72,7 @@ class Filters:
             return logits_TV
         if sampling.min_p.np[slots_np].any():
             floor_T = logits_TV.amax(dim=-1) + sampling.min_p.gpu[slot_T].log()
-            logits_TV.masked_fill_(logits_TV < floor_T[:, None], NEGATIVE_INFINITY)
+            logits_TV.masked_fill_(logits_TV < floor_T[:, None], -torch.inf)
         top_k = top_p = None
         if (sampling.top_k.np[slots_np] != sampling.vocab_size).any():
             top_k = sampling.top_k.gpu[slot_T]
@@ -87,7 +87,8 @@ class Filters:
 
         Sampling requests have no such filters: their numbers are neutral here.
         """
-        requests, vocab_size = self.states.requests, logits_TV.shape[1]
+        requests = self.states.requests
+        vocab_size = logits_TV.shape[1]
         top_k = top_p = None
         if requests.uses("entropy_temperature", slots_np):
             temperature_T = requests.number("entropy_temperature", slot_T)

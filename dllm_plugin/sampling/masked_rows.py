@@ -13,17 +13,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.full_attention import without_void
 from dllm_plugin.decoding.plan import PlanFunction
-from dllm_plugin.sampling.guidance import GuidedRows, context_rows, pair_requests
-from dllm_plugin.sampling.mask_counts import MaskCounts
-from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import (
-    DenoisingStep,
-    LogitsRows,
-    Planned,
-    StepTensors,
-    allow_any_length,
-)
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .guidance import GuidedRows, context_rows, pair_requests
+from .mask_counts import MaskCounts
+from .rows import RowChunk
+from .step import LogitsRows, Planned, Step, StepTensors, allow_any_length
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -93,7 +88,7 @@ class MaskedRows(LogitsRows):
         self.begin: Callable[[Tensor], BegunStep] = self.begin_step
         num_slots = len(states.canvas_NC)
         self.counts = MaskCounts(num_slots, steps_in_flight)
-        self._step: DenoisingStep | None = None
+        self._step: Step | None = None
         self._guided: GuidedRows | None = None
         self._starts_np = np.zeros(0, dtype=np.int64)
         # Stands for logits before the forward.
@@ -112,47 +107,63 @@ class MaskedRows(LogitsRows):
         if not canvases:
             return
         rows = self._lay_out(batch, canvases)
-        request_T, slots_np = rows.request_T, rows.slots_np
-        num_rows, num_known = len(request_T), len(slots_np) * KNOWN_TO_HOST
-        packed = async_tensor_h2d(rows.packed, device=self.states.device)
-        known, flat, slot_T = packed.split_with_sizes((num_known, num_rows, num_rows))
+        states, slots_np = self.states, rows.slots_np
+        num_rows = len(rows.request_T)
+        num_known = len(slots_np) * KNOWN_TO_HOST
+        packed = async_tensor_h2d(rows.packed, device=states.device)
+        sizes = (num_known, num_rows, num_rows)
+        known, flat, slot_T = packed.split_with_sizes(sizes)
         begun = self.begin(known.view(-1, KNOWN_TO_HOST))
         place_T, row_T = begun.found_2X[:, flat].unbind()
         batch.logits_indices = row_T
-        if self.states.requests.uses("cfg_scale", slots_np):
-            batch.logits_indices = self._guide(batch, rows, slots_np, row_T)
+        if states.requests.uses("cfg_scale", slots_np):
+            batch.logits_indices = self._guide(batch, rows, row_T)
         self._starts_np = rows.starts_np
         # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
         seq_lens_R = batch.seq_lens[begun.index_R]
-        step = DenoisingStep(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
-        step.index_R, step.index_np = begun.index_R, rows.index_np
-        step.slots_np, step.before_np = slots_np, rows.starts_np
-        step.num_reqs, step.num_rows = batch.num_reqs, num_rows + 1
+        step = Step(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
+        step.index_R = begun.index_R
+        step.index_np = rows.index_np
+        step.slots_np = slots_np
+        step.before_np = rows.starts_np
+        step.num_reqs = batch.num_reqs
+        step.num_rows = num_rows + 1
         # One chunk, which `read` gives its logits.
-        rows_T, place_T = self.states.number_X[:num_rows], place_T.to(torch.int32)
-        chunk = RowChunk(rows_T, self._nothing_T0, None, slot_T, place_T, 0)
-        step.chunks = [chunk._replace(owner_np=request_T if mixed else None)]
+        chunk = RowChunk(
+            states.number_X[:num_rows],
+            self._nothing_T0,
+            None,
+            slot_T,
+            place_T.to(torch.int32),
+            0,
+            owner_np=rows.request_T if mixed else None,
+        )
+        step.chunks = [chunk]
         self._step = step
 
     def _lay_out(self, batch: "InputBatch", canvases: int) -> HostRows:
         """Count rows; those of a request follow those of the request before it."""
-        requests, drafts = self.states.requests, batch.num_draft_tokens_per_req
+        requests = self.states.requests
+        drafts = batch.num_draft_tokens_per_req
         assert drafts is not None
-        drafts, slots = drafts[:canvases], batch.idx_mapping_np[:canvases]
+        drafts = drafts[:canvases]
+        slots = batch.idx_mapping_np[:canvases]
         bounds = batch.query_start_loc_np[: canvases + 1]
         # In front of a canvas lies what is computed before it, here or earlier.
         before = bounds[1:] - drafts
-        starts = batch.num_computed_tokens_np[:canvases] + (before - bounds[:-1])
+        computed = batch.num_computed_tokens_np[:canvases]
+        starts = computed + (before - bounds[:-1])
         row = first_row = before - self.shift
         index = unconditional = np.arange(canvases)
         if requests.uses("cfg_scale", slots):
             index, unconditional = pair_requests(batch.req_ids[:canvases])
-            slots, starts, drafts = slots[index], starts[index], drafts[index]
-            row = first_row[index]
+            slots, starts = slots[index], starts[index]
+            drafts, row = drafts[index], first_row[index]
         sizes = np.minimum(requests.block_length.np[slots], drafts)
         most = self.counts.most(slots, starts, sizes)
         request = np.repeat(np.arange(len(index)), most)
-        num_rows, num_known = len(request), len(index) * KNOWN_TO_HOST
+        num_rows = len(request)
+        num_known = len(index) * KNOWN_TO_HOST
         packed = np.empty(num_known + 2 * num_rows, dtype=np.int64)
         refresh: Any = 0
         if not requests.refresh_all(slots):
@@ -166,7 +177,8 @@ class MaskedRows(LogitsRows):
         shift = np.arange(len(index)) * self.num_positions - offset
         packed[num_known:-num_rows] = np.arange(num_rows) + shift[request]
         packed[-num_rows:] = slots[request]
-        return HostRows(index, unconditional, slots, starts, request, packed, first_row)
+        places = index, unconditional
+        return HostRows(*places, slots, starts, request, packed, first_row)
 
     def begin_step(self, known_RK: Tensor) -> BegunStep:
         """View and plan blocks, and number their masked positions.
@@ -187,11 +199,13 @@ class MaskedRows(LogitsRows):
         # Positions without a row of their own share one after the last.
         row_RC = offset_R[:, None] + rank_RC
         source_RC = torch.where(candidates_RC, row_RC, number_R[:, None])
-        position_C = torch.arange(self.num_positions, device=slots_R.device)
-        place_RC = torch.zeros_like(torch.nn.functional.pad(rank_RC, (0, 1)))
-        into_RC = torch.where(candidates_RC, rank_RC, self.num_positions)
+        count = self.num_positions
+        position_C = torch.arange(count, device=slots_R.device)
+        padded = torch.nn.functional.pad(rank_RC, (0, 1))
+        into_RC = torch.where(candidates_RC, rank_RC, count)
+        place_RC = torch.zeros_like(padded)
         place_RC = place_RC.scatter(1, into_RC, position_C.expand_as(rank_RC))
-        place_RC = place_RC[:, : self.num_positions]
+        place_RC = place_RC[:, :count]
         row_RC = (first_row_R[:, None] + place_RC).clamp_min(0)
         planned = Planned(canvas, plan, source_RC, remaining_R, drafts_R.clone())
         found_2X = torch.stack([place_RC, row_RC]).flatten(1)
@@ -203,42 +217,47 @@ class MaskedRows(LogitsRows):
         known = np.zeros((count, KNOWN_TO_HOST), dtype=np.int64)
         known[:, 1] = np.arange(count) % len(self.states.open_N)
         known[:, 3] = self.states.config.block_length
-        on_device = async_tensor_h2d(known.ravel(), device=self.states.device)
+        device = self.states.device
+        on_device = async_tensor_h2d(known.ravel(), device=device)
         known_RK = on_device.view(known.shape)
         allow_any_length(known_RK)
         begun = self.begin(known_RK)
         seq_lens_R = begun.index_R.new_zeros(count, dtype=torch.int32)
-        return StepTensors(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
+        slots_R, refresh_R = begun.slots_R, begun.refresh_R
+        return StepTensors(slots_R, *begun.planned, seq_lens_R, refresh_R)
 
-    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
+    def keep_counts(self, step: Step, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
         assert left_R is not None
         self.counts.record(step.slots_np, self._starts_np, left_R)
 
-    def _guide(
-        self, batch: "InputBatch", rows: HostRows, slots_np: np.ndarray, row_T: Tensor
-    ) -> Tensor:
+    def _guide(self, batch: "InputBatch", rows: HostRows, row_T: Tensor) -> Tensor:
         """Return the rows of the step, then those of unconditional requests."""
-        scales = self.states.requests.users("cfg_scale", slots_np)
+        requests = self.states.requests
+        slots_np = rows.slots_np
+        scales = requests.users("cfg_scale", slots_np)
         place_G = np.flatnonzero(scales[rows.request_T])
         request_G = rows.request_T[place_G]
-        hidden, first_row = rows.unconditional_np, rows.first_row
+        hidden = rows.unconditional_np
+        first_row = rows.first_row
         distance = first_row[hidden] - first_row[rows.index_np]
-        packed = np.stack([place_G, distance[request_G], slots_np[request_G]])
-        place, distance_G, slot_G = async_tensor_h2d(packed, device=row_T.device)
-        scale_G = self.states.requests.number("cfg_scale", slot_G)
+        known = place_G, distance[request_G], slots_np[request_G]
+        packed = async_tensor_h2d(np.stack(known), device=row_T.device)
+        place, distance_G, slot_G = packed
+        scale_G = requests.number("cfg_scale", slot_G)
         self._guided = GuidedRows(place, scale_G)
         self._hide_context(batch, hidden[hidden != rows.index_np])
         return torch.cat([row_T, row_T[place] + distance_G])
 
     def _hide_context(self, batch: "InputBatch", unconditional: np.ndarray) -> None:
         """Mask in unconditional requests the context of the conditional requests."""
-        assert batch.num_draft_tokens_per_req is not None
         bounds_np = batch.query_start_loc_np
+        drafts = batch.num_draft_tokens_per_req
+        assert drafts is not None
         reached = bounds_np[unconditional + 1] - bounds_np[unconditional]
-        starts = reached - batch.num_draft_tokens_per_req[unconditional]
+        starts = (reached - drafts[unconditional]).astype(np.int64)
         slots = batch.idx_mapping_np[unconditional]
-        first = self.states.bounds_np(slots, starts.astype(np.int64)).first
+        first = self.states.bounds_np(slots, starts).first
         rows = context_rows(bounds_np, unconditional, first)
         rows_T = async_tensor_h2d(rows, device=self.states.device)
         batch.input_ids.index_fill_(0, rows_T, self.mask_id)
@@ -251,21 +270,23 @@ class MaskedRows(LogitsRows):
         """Free a slot."""
         self.counts.forget(slot)
 
-    def read(self, logits_TV: Tensor, batch: "InputBatch") -> DenoisingStep | None:
+    def read(self, logits_TV: Tensor, batch: "InputBatch") -> Step | None:
         """Return the rows that `choose` asked for; None if there were none."""
         step, self._step = self._step, None
         if step is None:
             return None
+        [chunk] = step.chunks
         if self._guided is not None:
-            logits_TV = self._guided.combine(logits_TV, len(step.chunks[0].rows_T))
-        step.chunks = [step.chunks[0]._replace(logits_XV=logits_TV)]
+            logits_TV = self._guided.combine(logits_TV, len(chunk.rows_T))
+        step.chunks = [chunk._replace(logits_XV=logits_TV)]
         return step
 
-    def has_row(self, step: DenoisingStep) -> Tensor:
+    def has_row(self, step: Step) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         return step.source_RC != len(step.chunks[0].rows_T)
 
-    def num_columns(self, step: DenoisingStep) -> int:
+    def num_columns(self, step: Step) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
-        longest = int(self.states.requests.block_length.np[step.slots_np].max())
+        lengths_np = self.states.requests.block_length.np
+        longest = int(lengths_np[step.slots_np].max())
         return min(longest, self.num_positions)

@@ -21,23 +21,17 @@ from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
 from dllm_plugin.kernels.confidence.reference import (
-    NEGATIVE_INFINITY,
     RowSampling,
     RowStats,
 )
-from dllm_plugin.sampling.decider import StepPolicies
-from dllm_plugin.sampling.features.feature import COPIED, ONCE, SCORED, StepFeature
-from dllm_plugin.sampling.features.token_rules import EosBans, TokenRules
-from dllm_plugin.sampling.filters import Filters
-from dllm_plugin.sampling.rows import (
-    RowChunk,
-    VocabShard,
-    rows_of,
-    scatter_rows,
-    split_rows,
-)
-from dllm_plugin.sampling.step import DenoisingStep
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .decider import StepPolicies
+from .features.feature import COPIED, ONCE, SCORED, StepFeature
+from .features.token_rules import EosBans, TokenRules
+from .filters import Filters
+from .rows import RowChunk, VocabShard, rows_of, scatter_rows, split_rows
+from .step import Step
 
 NO_MASK = -1  # the mask id of rows in which it is banned already
 
@@ -85,12 +79,13 @@ class Proposer:
         self.propose_rows = (reference if self.on_cpu else row_stats).propose_rows
         self.shard = shard
         partials = partial_reference if self.on_cpu else row_stats
-        self.scan_rows, self.merge_rows = partials.scan_rows, partials.merge_rows
+        self.scan_rows = partials.scan_rows
+        self.merge_rows = partials.merge_rows
         self.way_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
 
     def propose_step(
         self,
-        step: DenoisingStep,
+        step: Step,
         policies: StepPolicies,
         features: Sequence[StepFeature],
     ) -> RowStats:
@@ -127,12 +122,12 @@ class Proposer:
                 taken = chunk if mine_np.all() else rows_of(chunk, mine_np)
                 # From copies if the request needs them, or if a grammar bans most ids.
                 is_copied = way != ONCE or chunk.allowed_TW is not None
-                propose_chunk = self._from_copies if is_copied else self._from_logits
+                read = self._from_copies if is_copied else self._from_logits
                 pieces = [taken]
                 if is_copied or self._is_cut(chunk):
                     pieces = list(split_rows(taken))
                 for piece in pieces:
-                    stats.append(propose_chunk(piece, wanted))
+                    stats.append(read(piece, wanted))
                     rows.append(piece.rows_T)
         columns = [c for c in zip(*stats, strict=True) if c[0] is not None]
         if whole and sum(map(len, rows)) == num_rows:
@@ -232,14 +227,19 @@ class Proposer:
         num_rows: int | None = None,
     ) -> RowStats:
         """Read the columns that are here once; ranks exchange what each has found."""
-        rows = (chunk.logits_XV, chunk.slot_T, self.states.mask_id, sampling)
-        how: dict[str, Any] = {"temper": self.temper, "want_ranking": want_ranking}
-        how |= {"bias": bias, "source_T": chunk.source_T}
-        if self.shard is None:
+        mask_id, shard = self.states.mask_id, self.shard
+        rows = (chunk.logits_XV, chunk.slot_T, mask_id, sampling)
+        how: dict[str, Any] = {
+            "temper": self.temper,
+            "want_ranking": want_ranking,
+            "bias": bias,
+            "source_T": chunk.source_T,
+        }
+        if shard is None:
             how |= {"num_rows": num_rows, "token_T": chunk.token_T}
             return self.propose_rows(*rows, **how)
-        found_KTP = self.scan_rows(*rows, columns=self.shard.columns, **how)
-        partials_SKTP = self.shard.gather_partials(found_KTP)
+        found_KTP = self.scan_rows(*rows, columns=shard.columns, **how)
+        partials_SKTP = shard.gather_partials(found_KTP)
         return self.merge_rows(partials_SKTP, want_ranking, num_rows)
 
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
@@ -248,7 +248,8 @@ class Proposer:
         Order: banned and biased ids, features, the ids that a grammar bans, temperature, min_p,
         top-k and top-p, sampling, softmax, scores.
         """
-        raw_TV, slot_T, slots_np = chunk.logits_XV, chunk.slot_T, wanted.slots_np
+        raw_TV, slot_T = chunk.logits_XV, chunk.slot_T
+        slots_np, filters = wanted.slots_np, self.filters
         if chunk.source_T is not None:
             raw_TV = raw_TV[chunk.source_T]
         if self.shard is not None:
@@ -260,29 +261,30 @@ class Proposer:
         self.eos_bans.ban_proposals(logits_TV, slot_T, slots_np)
         if chunk.allowed_TW is not None:
             allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
-            logits_TV.masked_fill_(~allowed_TV, NEGATIVE_INFINITY)
+            logits_TV.masked_fill_(~allowed_TV, -torch.inf)
         # Filters may do anything with a NaN; that bans leave no id is the request's own doing.
         broken_T = reference.is_broken(logits_TV.amax(dim=-1), raw_TV.amax(dim=-1))
         tempered_TV = logits_TV
         if wanted.samples:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]
-            divisor_T1 = temperature_T.where(temperature_T > 0, 1.0)[:, None]
+            divisor_T = temperature_T.where(temperature_T > 0, 1.0)
             if self.filters_first:
-                kept_TV = self.filters.apply(logits_TV.clone(), slot_T, slots_np)
-                tempered_TV = kept_TV / divisor_T1
+                kept_TV = filters.apply(logits_TV.clone(), slot_T, slots_np)
+                tempered_TV = kept_TV / divisor_T[:, None]
             else:
-                tempered_TV = logits_TV / divisor_T1
-                tempered_TV = self.filters.apply(tempered_TV, slot_T, slots_np)
-        tempered_TV = self.filters.apply_greedy(tempered_TV, slot_T, slots_np)
+                tempered_TV = logits_TV / divisor_T[:, None]
+                tempered_TV = filters.apply(tempered_TV, slot_T, slots_np)
+        tempered_TV = filters.apply_greedy(tempered_TV, slot_T, slots_np)
         sampling = self._row_sampling(chunk) if wanted.samples else None
-        want_ranking, token_T = wanted.want_ranking, chunk.token_T
+        want_ranking = wanted.want_ranking
+        token_T = chunk.token_T
         stats = self._read_copies(tempered_TV, slot_T, sampling, token_T, want_ranking)
         if not self.temper:
             # The same tokens with their confidence before temperature and filters (LLaDA).
             is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
-            self.eos_bans.ban_confidence(logits_TV, slot_T, slots_np, is_greedy_T)
-            token_T = stats.token_T
-            stats = self._read_copies(logits_TV, slot_T, None, token_T, want_ranking)
+            rows = logits_TV, slot_T
+            self.eos_bans.ban_confidence(*rows, slots_np, is_greedy_T)
+            stats = self._read_copies(*rows, None, stats.token_T, want_ranking)
         stats.broken_T.copy_(broken_T)
         if wanted.scored:
             for feature in wanted.features:
@@ -311,7 +313,12 @@ class Proposer:
 
     def _row_sampling(self, chunk: RowChunk) -> RowSampling:
         """Return the counters of the random numbers that sample the tokens of rows."""
-        sampling, states = self.sampling_states, self.states
-        numbers = sampling.temperature.gpu, sampling.seeds.gpu
-        counters = states.counter_N, states.start_N
-        return RowSampling(*numbers, *counters, chunk.offset_T, chunk.shift)
+        sampling = self.sampling_states
+        return RowSampling(
+            sampling.temperature.gpu,
+            sampling.seeds.gpu,
+            self.states.counter_N,
+            self.states.start_N,
+            chunk.offset_T,
+            chunk.shift,
+        )

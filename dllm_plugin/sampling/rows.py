@@ -52,7 +52,8 @@ def scatter_rows(
     values: Sequence[Tensor], rows: Sequence[Tensor], num_rows: int
 ) -> Tensor:
     """Scatter values of each chunk to ``[num_rows, ...]``; rows of no chunk are zero."""
-    values_T, index_T = torch.cat(list(values)), torch.cat(list(rows))
+    values_T = torch.cat(list(values))
+    index_T = torch.cat(list(rows))
     scattered = values_T.new_zeros(num_rows, *values_T.shape[1:])
     return scattered.index_copy_(0, index_T, values_T)
 

@@ -28,8 +28,9 @@ from dllm_plugin.decoding.plan import (
     StepOutcome,
     StepPlan,
 )
-from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .rows import RowChunk
 
 BACKEND = "inductor"
 # Numbers of a few requests share too little memory for torch to put them into one kernel, which it
@@ -45,7 +46,7 @@ COMPILED_AT_MOST = 256
 
 
 class Planned(NamedTuple):
-    """List the inputs of a step that do not depend on logits; as in :class:`DenoisingStep`."""
+    """List the inputs of a step that do not depend on logits; as in :class:`Step`."""
 
     canvas: Canvas
     plan: StepPlan
@@ -55,7 +56,7 @@ class Planned(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """List the tensors that compiled code reads; fields as in :class:`DenoisingStep`.
+    """List the tensors that compiled code reads; fields as in :class:`Step`.
 
     From step to step only values and the number of requests differ, never which fields are None.
     """
@@ -79,7 +80,7 @@ class EmittedLogprobs(NamedTuple):
     cu_num_generated_tokens: list[int]
 
 
-class EmittedTokens(NamedTuple):
+class Emitted(NamedTuple):
     """List what a step emits per request: see vLLM's SamplerOutput.
 
     tokens_RC   int64, from position 0 on
@@ -100,7 +101,7 @@ class EmittedTokens(NamedTuple):
 
 
 @dataclass
-class DenoisingStep:
+class Step:
     """Store one step of the requests that have a canvas in it.
 
     A field exists after its writer has run. Features may replace fields in their moments.
@@ -135,7 +136,7 @@ class DenoisingStep:
     saw_stop_R  bool, a stop token was unmasked in this step or before
     emit_RC     int64, canvas position of each emitted token
     outcome     what is committed
-    broken_R    int32, see EmittedTokens
+    broken_R    int32, see Emitted
 
     Written by features in `commit`:
     logprobs    what the step emits; None if no request asks
@@ -172,6 +173,18 @@ class DenoisingStep:
         """Return the tensors that compiled code reads."""
         return StepTensors(*[getattr(self, name) for name in StepTensors._fields])
 
+    def new_rows(self, count: int) -> Tensor:
+        """Return the numbers of rows that `add_rows` may add, int64."""
+        return self.num_rows + torch.arange(count, device=self.slots_R.device)
+
+    def add_rows(
+        self, chunk: RowChunk, where: tuple[Tensor, Tensor], row_X: Tensor
+    ) -> None:
+        """Add a chunk; canvas positions `where` (request, place) read rows `row_X` from now on."""
+        self.source_RC = self.source_RC.index_put(where, row_X)
+        self.num_rows += len(chunk.rows_T)
+        self.chunks = [*self.chunks, chunk]
+
 
 class LogitsRows:
     """Find the logits rows of a step: the base of the two ways to do so.
@@ -194,15 +207,15 @@ class LogitsRows:
     def remove_request(self, slot: int) -> None:
         """Free a slot."""
 
-    def has_row(self, step: DenoisingStep) -> Tensor:
+    def has_row(self, step: Step) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         raise NotImplementedError
 
-    def num_columns(self, step: DenoisingStep) -> int:
+    def num_columns(self, step: Step) -> int:
         """Return how many leading positions of canvases can have a row, as the host knows."""
         return self.num_positions
 
-    def gather(self, step: DenoisingStep, row_G: Tensor, slot_G: Tensor) -> Tensor:
+    def gather(self, step: Step, row_G: Tensor, slot_G: Tensor) -> Tensor:
         """Return some rows of the step, ``[G, V]``; rows after the logits are carry rows."""
         logits_TV, carry_NV = self.sources(step)
         rows_GV = logits_TV[row_G.clamp_max(len(logits_TV) - 1)]
@@ -211,18 +224,18 @@ class LogitsRows:
         is_carry_G1 = (row_G >= len(logits_TV))[:, None]
         return torch.where(is_carry_G1, carry_NV[slot_G].to(rows_GV.dtype), rows_GV)
 
-    def sources(self, step: DenoisingStep) -> tuple[Tensor, Tensor | None]:
+    def sources(self, step: Step) -> tuple[Tensor, Tensor | None]:
         """Return the logits of canvases, and the carry rows by slot, which count after them."""
         return step.chunks[0].logits_XV, self.carry_NV  # without the rows of prefills
 
-    def replan(self, step: DenoisingStep, plan: StepPlan) -> None:
+    def replan(self, step: Step, plan: StepPlan) -> None:
         """Replace the plan of a step."""
         step.plan = plan
 
     def keep_carry_rows(self) -> None:
         """Store the rows of this step that the next steps read."""
 
-    def keep_counts(self, step: DenoisingStep, left_R: Tensor | None) -> None:
+    def keep_counts(self, step: Step, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
 
 

@@ -23,9 +23,10 @@ from dllm_plugin.decoding.blocks import leading
 from dllm_plugin.decoding.full_attention import Bounds, bounds, refresh_start
 from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.decoding.quotas import step_with_quota
-from dllm_plugin.state.floating import FloatingView
-from dllm_plugin.state.preempted import PreemptedRows
-from dllm_plugin.state.request_table import POLICY_IDS, RequestTable, Templates
+
+from .floating import FloatingView
+from .preempted import PreemptedRows
+from .request_table import POLICY_IDS, RequestTable, Templates
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -35,11 +36,10 @@ PREEMPTED_PER_SLOT = 16
 
 
 def with_spare_row(canvas_NC: Tensor) -> Tensor:
-    """Return a copy of canvases that are followed by one unused row.
-
-    With a suffix longer than the canvas vLLM's kernel reads a row up to the next power of two.
-    """
-    room = canvas_NC.new_zeros(len(canvas_NC) + 1, canvas_NC.shape[1])
+    """Return a copy of canvases that are followed by one unused row."""
+    # With a suffix longer than the canvas vLLM's kernel reads a row up to the next power of two.
+    slots, positions = canvas_NC.shape
+    room = canvas_NC.new_zeros(slots + 1, positions)
     room[:-1] = canvas_NC
     return room[:-1]
 
@@ -66,13 +66,14 @@ class CanvasStates:
     def __init__(
         self, config: DecodeConfig, model_config: ModelConfig, draft_tokens_NC: Tensor
     ) -> None:
-        self.config = config
+        self.config, method = config, config.method
         self.canvas_NC = draft_tokens_NC
         self.device = draft_tokens_NC.device
         self.model_config = model_config
         num_slots, self.num_positions = draft_tokens_NC.shape
         self.mask_id = config.mask_token_id
-        self.number_X = torch.arange(draft_tokens_NC.numel(), device=self.device)
+        count = draft_tokens_NC.numel()
+        self.number_X = torch.arange(count, device=self.device)
         self.position_C = self.number_X[: self.num_positions]
         zeros = self.zeros
         self.start_N = zeros(torch.int64)
@@ -89,13 +90,13 @@ class CanvasStates:
         self.requests = RequestTable(config, num_slots, self.device)
         self.templates = Templates(self.canvas_NC)
         self.floating: FloatingView | None = None
-        if config.method.floats:
+        if method.floats:
             canvas = self.canvas_NC, self.start_N
             self.floating = FloatingView(config, *canvas, self.requests)
         self.counter_N = self.step_N
         if config.restarts_blocks:
             self.counter_N = self.block_step_N
-        if config.method.verifies:
+        if method.verifies:
             # Random numbers by position alone: a text does not depend on what was drafted.
             self.counter_N = torch.zeros_like(self.step_N)
 
@@ -137,36 +138,36 @@ class CanvasStates:
 
     def add_request(self, slot: int, data: "NewRequestData") -> None:
         """Start `slot` for a new request, or for one that comes back from preemption."""
-        params, config = data.sampling_params, self.config
+        params, req_id = data.sampling_params, data.req_id
         prompt, known = data.prompt_token_ids, data.prefill_token_ids
-        assert params is not None and prompt is not None and known is not None
-        request = arguments_of(config, params)
-        template, context = request.template, self.max_model_len
-        assert params.max_tokens is not None
-        end = min(len(prompt) + params.max_tokens, context)
-        prompt_len = len(prompt)
-        self.requests.fill(slot, prompt_len, end, request, params, context)
+        assert params is not None and params.max_tokens is not None
+        assert prompt is not None and known is not None
+        asked = arguments_of(self.config, params)
+        template, context = asked.template, self.max_model_len
+        prompt_len, known_len = len(prompt), len(known)
+        end = min(prompt_len + params.max_tokens, context)
+        self.requests.fill(slot, prompt_len, end, asked, params, context)
         self.templates.add_request(slot, template, end)
-        self.early_text_np[slot] = request.early_text
-        self.req_id_to_slot[str(data.req_id)] = slot
-        if self.floating is not None:
-            _, pieces = unpack_id(data.req_id)
-            ends = np.array([len(prompt), *pieces], dtype=np.int64)
-            self.floating.pieces[slot] = ends
+        self.early_text_np[slot] = asked.early_text
+        self.req_id_to_slot[str(req_id)] = slot
         # On an absolute grid the first block begins inside the prompt.
-        absolute = config.family.absolute_grid and self.floating is None
-        tail = len(known) % request.block_length if absolute else 0
-        start = len(known) - tail
+        absolute = self.config.family.absolute_grid
+        if self.floating is not None:
+            absolute = False
+            ends = [prompt_len, *unpack_id(req_id)[1]]
+            self.floating.pieces[slot] = np.array(ends, dtype=np.int64)
+        tail = known_len % asked.block_length if absolute else 0
+        start = known_len - tail
         self._fresh.append((slot, start, tail))
         tokens = known[start:]
         if template is not None:
-            first = len(known) - len(prompt)
+            first = known_len - prompt_len
             last = first + self.num_positions
             tokens = list(template.token_ids[first:last])
         for place, token in enumerate(tokens):
             if token != FILL:
                 self._given.append((slot, place, token))
-        self.preempted.bring_back(data.req_id, slot)
+        self.preempted.bring_back(req_id, slot)
 
     def remove_request(self, req_id: str) -> int | None:
         """Free and return the slot; a preempted request's open blocks are kept until it is back.
@@ -179,12 +180,13 @@ class CanvasStates:
         why, _ = unpack_id(req_id)
         if why == FINISHED:
             self.preempted.forget(req_id)
-        if slot is not None:
-            self.templates.forget(slot)
-        if slot is None or why != PREEMPTED:
+        if slot is None:
+            return None
+        self.templates.forget(slot)
+        if why != PREEMPTED:
             return slot
-        cached = self.requests.uses("use_block_cache", np.array([slot]))
-        restarts = self.config.method.full_attention or cached
+        restarts = self.config.method.full_attention
+        restarts |= self.requests.uses("use_block_cache", np.array([slot]))
         if restarts and not self.early_text_np[slot]:
             return slot
         rows = tuple(table[slot].clone() for table in self._rows)
@@ -196,8 +198,8 @@ class CanvasStates:
     def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Reset the block, but keep its leading tokens: they were sent."""
         start, ended, canvas, tail, *others = rows
-        mask_id, count = self.config.mask_token_id, len(self._progress)
-        canvas = canvas.where((canvas != mask_id).cumprod(dim=0) > 0, mask_id)
+        sent = (canvas != self.mask_id).cumprod(dim=0) > 0
+        canvas, count = canvas.where(sent, self.mask_id), len(self._progress)
         progress = map(torch.zeros_like, others[:count])
         return start, ended, canvas, tail, *progress, *others[count:]
 
@@ -238,15 +240,16 @@ class CanvasStates:
         """
         requests, computed_R = self.requests, num_computed_R
         start_R, end_R = self.start_N[slots_R], requests.end.gpu[slots_R]
-        slots_of = self.config.method.slots
-        if slots_of is not None:
+        cut = self.config.method.slots
+        if cut is not None:
             tokens_RC = self.canvas_NC[slots_R]
             length_R = requests.block_length.gpu[slots_R]
-            slots = slots_of(tokens_RC, length_R, computed_R, self.mask_id)
+            slots = cut(tokens_RC, length_R, computed_R, self.mask_id)
         elif self.floating is None:
             slots = self._blocks_of(slots_R, start_R, computed_R)
         else:
-            slots = self.floating.slots(slots_R, computed_R, self.max_model_len)
+            context = self.max_model_len
+            slots = self.floating.slots(slots_R, computed_R, context)
         canvas = self._canvas(slots_R, *slots)
         return canvas, (end_R - start_R).to(torch.int32)
 
@@ -304,15 +307,13 @@ class CanvasStates:
 
     def bounds_np(self, slots_np: np.ndarray, start: np.ndarray) -> Bounds:
         """Return, on the host, the bounds of canvases that start at `start`."""
-        layout, method = self.requests.layout(slots_np), self.config.method
+        layout = self.requests.layout(slots_np)
         limits = (self.num_positions, self.max_model_len)
-        return bounds(layout, start, *limits, method.exact_end)
+        return bounds(layout, start, *limits, self.config.method.exact_end)
 
     def stores_block(self, slots_R: Tensor, computed_R: Tensor) -> Tensor:
-        """Return whether the first block of each canvas has no masks, bool ``[R]``.
-
-        Of `computed_R` positions, which end a block that is longer.
-        """
+        """Return whether the first block of each canvas has no masks, bool ``[R]``."""
+        # Of `computed_R` positions, which end a block that is longer.
         requests, start_R = self.requests, self.start_N[slots_R]
         rest_R = requests.blocks_end.gpu[slots_R] - start_R
         end_R = torch.minimum(requests.block_length.gpu[slots_R], rest_R)
@@ -322,17 +323,17 @@ class CanvasStates:
 
     def given(self, slots_R: Tensor) -> Tensor:
         """Return the canvas positions that templates give, bool ``[R, C]``."""
-        first_R = self.start_N[slots_R] - self.requests.origin.gpu[slots_R]
-        place_RC = first_R[:, None] + self.position_C
-        return self.templates.given(slots_R, place_RC)
+        origin_R = self.requests.origin.gpu[slots_R]
+        first_R1 = (self.start_N[slots_R] - origin_R)[:, None]
+        return self.templates.given(slots_R, first_R1 + self.position_C)
 
     def next_refresh_np(self, slots_np: np.ndarray, start: np.ndarray) -> np.ndarray:
         """Return, on the host, where the refresh after the block at `start` begins."""
         layout = self.requests.layout(slots_np)
         origin, length = layout.prompt_len, layout.block_length
         place = start + length - origin
-        following = self.templates.next_block_np(slots_np, place, length)
-        return refresh_start(layout, origin + following)
+        place = self.templates.next_block_np(slots_np, place, length)
+        return refresh_start(layout, origin + place)
 
     def advance(
         self,

@@ -10,7 +10,8 @@ from torch import Tensor
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.floating import block_slots
 from dllm_plugin.kernels.floating import Rules, Texts, split, stops
-from dllm_plugin.state.request_table import RequestTable
+
+from .request_table import RequestTable
 
 
 class FloatingView:

@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.causal_rows import position_of_row
-from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .canvas_states import CanvasStates, count_canvases
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
     """Write them into ``batch.input_ids``, from each slot's tokens by position."""
-    num_reqs, drafts = batch.num_reqs, batch.num_draft_tokens_per_req
+    num_reqs = batch.num_reqs
+    drafts = batch.num_draft_tokens_per_req
     if drafts is None:
         return
     bounds = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
@@ -34,7 +36,8 @@ def write_committed(batch: "InputBatch", all_token_ids_NL: Tensor) -> None:
 def positions_of_rows(batch: "InputBatch", states: CanvasStates) -> Tensor:
     """Return which canvas position each canvas row of a window's forward is, int64 ``[T]``."""
     slots_R = batch.idx_mapping[: count_canvases(batch)]
-    canvas_NC, mask_id = states.canvas_NC, states.config.mask_token_id
+    canvas_NC = states.canvas_NC
+    mask_id = states.config.mask_token_id
     order_NC = torch.zeros_like(canvas_NC)
     order_NC[slots_R] = position_of_row(canvas_NC[slots_R], mask_id)
     return order_NC[batch.expanded_idx_mapping, batch.expanded_local_pos]
@@ -46,7 +49,9 @@ def write_reordered(batch: "InputBatch", states: CanvasStates) -> None:
         return
     slot_T = batch.expanded_idx_mapping
     place_T = positions_of_rows(batch, states)
-    count, ids, positions = len(place_T), batch.input_ids, batch.positions
+    count = len(place_T)
+    ids = batch.input_ids
+    positions = batch.positions
     ids[:count] = states.canvas_NC[slot_T, place_T].to(ids.dtype)
     positions[:count] = (states.start_N[slot_T] + place_T).to(positions.dtype)
 

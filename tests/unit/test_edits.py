@@ -16,7 +16,7 @@ from dllm_plugin.decoding.block_causal import (
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepPlan
 from dllm_plugin.decoding.policies import joint_threshold
 from dllm_plugin.sampling.features.bad_words import BadWords
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.step import Step
 
 MASK = handmade.MASK
 
@@ -138,7 +138,7 @@ def written(tokens: list[int], offer: list[int], words: list[list[int]]) -> list
     source = torch.arange(len(tokens))[None]
     plan = plan_edited_blocks(canvas, MASK)
     slots = torch.from_numpy(slots_np)
-    step = DenoisingStep(slots, canvas, plan, source, numbers, numbers, numbers, None)
+    step = Step(slots, canvas, plan, source, numbers, numbers, numbers, None)
     step.slots_np = slots_np
     rule.start_step(step)
     step.proposal = proposal(offer, [1.0] * len(offer))

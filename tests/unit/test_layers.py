@@ -68,7 +68,7 @@ MEASURING = {"commands", "config", "decoding", "default_model", "models", "refer
 ENGINE_SIDE = {"attention", "engine", "omni"}
 NO_VLLM = {"decoding", "grammar", "default_model"}
 # The one assignment to an attribute of vLLM: (module, function).
-PERMITTED = ("kernels.runner", "_complete_triton_placeholder")
+PERMITTED = ("kernels.runner", "install")
 
 
 class Import(NamedTuple):

@@ -168,7 +168,7 @@ def test_options_import_nothing_heavy() -> None:
         "collections.abc",
         "dataclasses",
         "typing",
-        "dllm_plugin.config.validation",
+        "validation",
     }
 
 

@@ -90,6 +90,7 @@ def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     data = {path.relative_to(ROOT).as_posix() for path in viewer}
     data |= {"diffuplug_bench/shapes.json", "dllm_plugin/models/catalogue.csv"}
     data.add("dllm_plugin/commands/verify/prompts.txt")
+    data.add("dllm_plugin/models/checkpoints/harmless_keys.txt")
     expected = modules | data | model | {f"{metadata_of}/{name}" for name in METADATA}
     found = set(zipfile.ZipFile(build_wheel(tmp_path)).namelist())
     assert (found - expected, expected - found) == (set(), set())

@@ -101,6 +101,7 @@ class Loops:
         """Run a source in a module of its own that imports the other ones read here."""
         full = f"{PACKAGE}.{name}"
         module = types.ModuleType(full)
+        module.__package__ = PACKAGE
         with pytest.MonkeyPatch.context() as patch:
             for other, loaded in self.modules.items():
                 patch.setitem(sys.modules, f"{PACKAGE}.{other}", loaded)

@@ -10,7 +10,7 @@ IMPORTS = """
 vllm: "" envs LLM ModelRegistry RequestOutput SamplingParams
 vllm._custom_ops: apply_repetition_penalties
 vllm.config: AttentionConfig CompilationConfig CompilationMode CUDAGraphMode ModelConfig
-vllm.config: SchedulerConfig VllmConfig get_layers_from_vllm_config
+vllm.config: VllmConfig get_layers_from_vllm_config
 vllm.config.cache: CacheDType
 vllm.config.model_arch: ModelArchitectureConfig
 vllm.config.compilation: CUDAGraphMode

@@ -11,17 +11,14 @@ from vllm import LLM
 from vllm.config import ModelConfig
 
 from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
-from dllm_plugin.commands.verify import compare, engine_side, second_opinion
-from dllm_plugin.commands.verify.compare import (
-    Verdict,
-    Watcher,
-    compare_first_forward,
-)
-from dllm_plugin.commands.verify.engine_side import Decode
-from dllm_plugin.commands.verify.reference import Reference, folder_of, load
-from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
+
+from . import compare, engine_side, second_opinion
+from .compare import Verdict, Watcher, compare_first_forward
+from .engine_side import Decode
+from .reference import Reference, folder_of, load
+from .second_opinion import Job
 
 MAX_TOKENS = 128
 # Problems of several steps, whose answers take many forwards of any model.

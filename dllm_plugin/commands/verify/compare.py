@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.commands.installation import installation
-from dllm_plugin.commands.verify.engine_side import Decided, Decode
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.reference.model import States
 from dllm_plugin.reference.text import Result, Step
+
+from .engine_side import Decided, Decode
 
 Spell = Callable[[list[int]], str]
 GEMM = 64 * 2.0**-24  # of sums in float32, whatever is stored

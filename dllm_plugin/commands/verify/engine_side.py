@@ -15,8 +15,9 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from dllm_plugin.commands.offline import num_forwards, start_engine
-from dllm_plugin.commands.verify.second_opinion import Job
 from dllm_plugin.config.options import REQUEST_PREFIX
+
+from .second_opinion import Job
 
 # Most positions on each side of the prompt's end whose hidden states are compared.
 COMPARED = 64

@@ -11,10 +11,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.decode import Case, DecodeConfig
-from dllm_plugin.config.request.arguments import TEMPLATE, RequestArguments
 from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.methods import methods_of
+
+from .arguments import TEMPLATE, RequestArguments
 
 # Penalties, with the value that penalises nothing.
 PENALTIES = {
@@ -353,7 +354,8 @@ def _check_page(vllm_config: VllmConfig, request: RequestArguments) -> None:
 
 def _check_room(vllm_config: VllmConfig, positions: int, copies: int) -> None:
     """Raise VLLMValidationError if a refresh fits neither the step's budget nor the KV cache."""
-    scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
+    cache = vllm_config.cache_config
     guided = " twice, since cfg_scale is set," if copies == 2 else ""
     shorter = "shorten the prompt, lower max_tokens or raise"
     if copies > scheduler.max_num_seqs:

@@ -8,22 +8,12 @@ from itertools import chain
 
 from dllm_plugin.config.decode import Case
 from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import (
-    ARGUMENTS,
-    AUTOMATON,
-    end_of_gaps,
-    refuse_unread,
-)
-from dllm_plugin.config.request.checks import (
-    PENALTIES,
-    beside_stages,
-    no_template,
-    too_long,
-    too_many_forwards,
-)
-from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
+
+from .arguments import ARGUMENTS, AUTOMATON, end_of_gaps, refuse_unread
+from .checks import PENALTIES, beside_stages, no_template, too_long, too_many_forwards
+from .structured_outputs import no_automaton
 
 OF_SEVERAL_BLOCKS = SEVERAL_BLOCKS[1:]
 BESIDE_TARGETS = (
@@ -182,7 +172,10 @@ def _with_options(case: Case, prefix: str) -> Iterator[str]:
 
 def _with_parameters(case: Case) -> Iterator[str]:
     """Yield why an argument and a parameter of vLLM's are refused together."""
-    config, asked, given, params = case.config, case.asked, case.given, case.params
+    config = case.config
+    asked = case.asked
+    given = case.given
+    params = case.params
     for name in ("top_p", "top_k"):
         if name in given and params.temperature > 0:
             yield (

@@ -10,10 +10,11 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.options import FILL, OPTIONS, REQUEST_PREFIX
-from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments, Template
-from dllm_plugin.config.request.exclusions import refuse_arguments
 from dllm_plugin.config.validation import did_you_mean, shown
 from dllm_plugin.decoding.methods import check_policy
+
+from .arguments import ARGUMENTS, RequestArguments, Template
+from .exclusions import refuse_arguments
 
 # Parsed requests that a process remembers: each may have a template as long as the canvas.
 REMEMBERED = 128

@@ -13,10 +13,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.validation import shown
 from dllm_plugin.grammar.patterns import LeftWhole, read_tokens, written_out
 from dllm_plugin.grammar.schemas import least_names, patterns_of
+
+from .arguments import RequestArguments
 
 BACKENDS = ("xgrammar", "guidance")  # they can go back, which drafts need
 # Parameters of a request that no backend of vLLM 0.32 reads.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -36,7 +36,6 @@ from dllm_plugin.config.request.structured_outputs import (
     refusal_of,
     schema_of,
 )
-from dllm_plugin.engine.grammars.automata import OwnGrammar
 from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.networks import Unreadable
@@ -49,6 +48,8 @@ from dllm_plugin.grammar.rules import (
     read_rules,
 )
 from dllm_plugin.grammar.vocabulary import Vocabulary
+
+from .automata import OwnGrammar
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -225,7 +226,7 @@ class Backends(StructuredOutputBackend):
         """Compile nothing: vLLM passes no request here, see :meth:`compile`."""
         return Uncompiled()
 
-    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+    def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
         """Raise: no step of a canvas reads a bitmask of vLLM's."""
         raise AssertionError("a canvas has no bitmask of vLLM's")
 
@@ -236,13 +237,15 @@ class Backends(StructuredOutputBackend):
 
     def compile(self, request: Request) -> StructuredOutputGrammar:
         """Compile a grammar by the request's own backend. Raises what the compiler raises."""
-        params, ours = request.sampling_params, request.structured_output_request
+        params = request.sampling_params
+        ours = request.structured_output_request
         assert (
             params is not None
             and params.structured_outputs is not None
             and ours is not None
         )
-        asked, named = params.structured_outputs, ours.structured_output_key
+        asked = params.structured_outputs
+        named = ours.structured_output_key
         name = asked._backend
         assert name is not None
         if named[0] == StructuredOutputOptions.REGEX:

@@ -27,13 +27,6 @@ from dllm_plugin.config.request.arguments import AUTO, AUTOMATON, DRAFTS, GRAMMA
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.request.structured_outputs import no_automaton
 from dllm_plugin.config.validation import shown
-from dllm_plugin.engine.grammars.automata import (
-    AutomatonCache,
-    AutomatonGrammar,
-    OwnGrammar,
-    remember,
-)
-from dllm_plugin.engine.grammars.backends import Backends, Uncompiled, read_chart
 from dllm_plugin.grammar.automaton import Guide, TooLarge
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.matchers import GuidanceMatcher, Matcher, XgrammarMatcher
@@ -41,6 +34,9 @@ from dllm_plugin.grammar.schemas import is_choice
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.verified import VerifiedState
 from dllm_plugin.grammar.vocabulary import Vocabulary
+
+from .automata import AutomatonCache, AutomatonGrammar, OwnGrammar, remember
+from .backends import Backends, Uncompiled, read_chart
 
 logger = init_logger("vllm.dllm_plugin")
 

@@ -11,9 +11,10 @@ from vllm.v1.request import Request
 
 from dllm_plugin.config.carriers import pack_width, unpack_committed
 from dllm_plugin.config.worker_carriers import RESUMED, pack_id
-from dllm_plugin.engine.scheduling.load_scheduler import LoadScheduler
-from dllm_plugin.engine.scheduling.page_hashes import PromptPages
-from dllm_plugin.engine.scheduling.reporting import RequestCounts
+
+from .load_scheduler import LoadScheduler
+from .page_hashes import PromptPages
+from .reporting import RequestCounts
 
 
 class RecordedCounts(RequestCounts):
@@ -75,7 +76,8 @@ class AdaptiveScheduler(LoadScheduler):
 
     def _pieces(self, req_id: str) -> tuple[int, ...]:
         """Return where the pieces of a request that comes back end, absolute."""
-        end, ends = self.requests[req_id].num_prompt_tokens, []
+        end = self.requests[req_id].num_prompt_tokens
+        ends = []
         for tokens in unpack_committed(self.records[req_id].counts):
             end += tokens
             if tokens:
@@ -98,7 +100,8 @@ class AdaptiveScheduler(LoadScheduler):
 
     def _take_own_width(self, req_id: str, in_step: bool) -> None:
         """Set the number of drafts of a request that has a schedule."""
-        record, request = self.records[req_id], self.requests[req_id]
+        record = self.records[req_id]
+        request = self.requests[req_id]
         widths = record.asked.schedule
         assert widths is not None
         record.forwards += in_step

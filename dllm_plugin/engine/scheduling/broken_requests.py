@@ -43,7 +43,8 @@ def end_broken(
     Args:
         cleared: gets, by request id, the pages that workers have to clear.
     """
-    requests, manager = scheduler.requests, scheduler.kv_cache_manager
+    requests = scheduler.requests
+    manager = scheduler.kv_cache_manager
     broken = unpack_broken(results)
     for req_id in broken.keys() - requests.keys():
         del broken[req_id]

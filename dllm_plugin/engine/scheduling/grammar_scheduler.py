@@ -24,10 +24,11 @@ from dllm_plugin.engine.grammars.automata import (
 )
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.engine.platforms import end_with_error
-from dllm_plugin.engine.scheduling.reporting import Outputs, ReportingScheduler
 from dllm_plugin.grammar.state import DeadEnd, GrammarCheck
 from dllm_plugin.grammar.step import AutomatonStart, GrammarPayload, pack_checks
 from dllm_plugin.grammar.verified import RowCheck, RowsPayload, pack_rows
+
+from .reporting import Outputs, ReportingScheduler
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -41,7 +42,8 @@ class GrammarScheduler(ReportingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config, method = self.decode_config, self.decode_config.method
+        config = self.decode_config
+        method = self.decode_config.method
         self._with_grammar: set[str] = set()
         self._verifies = method.verifies
         # The prompt's last row predicts the first token of a text.
@@ -83,7 +85,8 @@ class GrammarScheduler(ReportingScheduler):
     def _refuse(self, req_id: str, error: Exception) -> None:
         """Record why a request ends, which vLLM does not report."""
         # Remove the time and source file of a compiler's message.
-        why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip()).rstrip(".")
+        why = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())
+        why = why.rstrip(".")
         if not why.startswith("structured_outputs "):
             why = f"structured_outputs cannot be honoured: {why}"
         self._refused[req_id] = why = f"{why}."
@@ -103,7 +106,7 @@ class GrammarScheduler(ReportingScheduler):
         if output.pending_structured_output_tokens:
             # An automaton reads canvases on the device: nothing waits for it.
             grammars = [_grammar_of(self.requests[req_id]) for req_id in ids]
-            checked = any(isinstance(grammar, CanvasGrammar) for grammar in grammars)
+            checked = any(isinstance(each, CanvasGrammar) for each in grammars)
             output.pending_structured_output_tokens = checked
         if self._predicts_first:
             # It is checked by the step after that of the prompt.
@@ -135,16 +138,18 @@ class GrammarScheduler(ReportingScheduler):
                 self._refuse(req_id, error)
                 end_with_error(self, req_id)
         starts = self._starts(output)
-        if not checks:
-            return CanvasChecks([], NO_BITS, [], None, starts) if starts else None
-        grammars, found = zip(*checks.values(), strict=True)
-        payload: GrammarPayload | RowsPayload
-        if self._verifies:
-            payload = pack_rows(list(checks), found)
-        else:
-            writes = [grammar.state.writes for grammar in grammars]
-            words = grammars[0].state.vocabulary.words
-            payload = pack_checks(list(checks), found, writes, words)
+        if not (checks or starts):
+            return None
+        payload: GrammarPayload | RowsPayload | None = None
+        if checks:
+            grammars, found = zip(*checks.values(), strict=True)
+            states = [grammar.state for grammar in grammars]
+            if self._verifies:
+                payload = pack_rows(list(checks), found)
+            else:
+                writes = [state.writes for state in states]
+                words = states[0].vocabulary.words
+                payload = pack_checks(list(checks), found, writes, words)
         # Without ids of its own vLLM applies no bitmask.
         return CanvasChecks([], NO_BITS, [], payload, starts)
 
@@ -179,13 +184,14 @@ class GrammarScheduler(ReportingScheduler):
             kept = in_step or self._predicts_first
             canvas = canvases[req_id] if kept else []
             self._keep_canvas(req_id, num_tokens, emitted, canvas)
-        if self._refused:
-            for of_client in outputs.values():
-                for each in of_client.outputs:
-                    why = self._refused.get(each.request_id)
-                    if why is not None and each.finish_reason is not None:
-                        each.stop_reason = why
-            self._refused.clear()
+        if not self._refused:
+            return outputs
+        for of_client in outputs.values():
+            for each in of_client.outputs:
+                why = self._refused.get(each.request_id)
+                if why is not None and each.finish_reason is not None:
+                    each.stop_reason = why
+        self._refused.clear()
         return outputs
 
     def _keep_canvas(

@@ -22,8 +22,9 @@ from dllm_plugin.config.worker_carriers import (
     pack_unconditional,
     unpack_unconditional,
 )
-from dllm_plugin.engine.scheduling.reporting import Outputs
-from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
+
+from .reporting import Outputs
+from .scheduler import DiffusionScheduler
 
 
 class GuidedScheduler(DiffusionScheduler):

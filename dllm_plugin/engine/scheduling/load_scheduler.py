@@ -21,9 +21,10 @@ from dllm_plugin.config.cuda_graphs import OUR_WORKERS, allowed_widths
 from dllm_plugin.config.request.parsing import given_arguments
 from dllm_plugin.decoding.step_costs import MeasuredCosts
 from dllm_plugin.decoding.widths import WidthController, widths_between
-from dllm_plugin.engine.scheduling.reporting import Outputs, RequestCounts
-from dllm_plugin.engine.scheduling.scheduler import DiffusionScheduler
 from dllm_plugin.models.checkpoints.step_costs import step_costs
+
+from .reporting import Outputs, RequestCounts
+from .scheduler import DiffusionScheduler
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -177,7 +178,8 @@ class LoadScheduler(DiffusionScheduler):
             return None
         width, rest = divmod(stats.num_draft_tokens, stats.num_drafts)
         # If all its canvases had one known width.
-        learns, tokens = self.controller, stats.num_accepted_tokens
+        learns = self.controller
+        tokens = stats.num_accepted_tokens
         if not rest and not self._own and width in learns.acceptance.places:
             learns.observe(width, stats.num_drafts, tokens)
         changes = learns.changes - self._reported_changes

@@ -24,12 +24,10 @@ from dllm_plugin.config.worker_carriers import (
 )
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, Bounds, Layout, bounds
 from dllm_plugin.decoding.method import SpanFunction
-from dllm_plugin.engine.scheduling.forwards_in_flight import (
-    BlockSpans,
-    ForwardsInFlight,
-)
-from dllm_plugin.engine.scheduling.guided_scheduler import GuidedScheduler
-from dllm_plugin.engine.scheduling.reporting import Outputs
+
+from .forwards_in_flight import BlockSpans, ForwardsInFlight
+from .guided_scheduler import GuidedScheduler
+from .reporting import Outputs
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -77,24 +75,26 @@ class RefreshScheduler(GuidedScheduler):
     def add_request(self, request: Request) -> None:
         """Admit a request, and lay out its blocks."""
         super().add_request(request)
-        asked = self.records[request.request_id].asked
+        req_id = request.request_id
+        asked = self.records[req_id].asked
         template = asked.template
         self._lay_out(request, asked, template)
         if template is not None:
             given = template.given_blocks(asked.block_length)
             self._start_after(request, given)
-        hidden = self._other_of_pair(request.request_id)
+        hidden = self._other_of_pair(req_id)
         if hidden is not None:
             self._lay_out(self.requests[hidden], asked)
 
     def _start_after(self, request: Request, given: list[int]) -> None:
         """Let a request start as if it had the leading blocks that its template gives."""
-        if given:
-            request.append_output_token_ids(given)
-            self._given[request.request_id] = given
-            watch = self.watches.get(request.request_id)
-            if watch is not None:
-                watch.give(given)
+        if not given:
+            return
+        req_id = request.request_id
+        request.append_output_token_ids(given)
+        self._given[req_id] = given
+        if req_id in self.watches:
+            self.watches[req_id].give(given)
 
     def _lay_out(
         self,
@@ -102,11 +102,13 @@ class RefreshScheduler(GuidedScheduler):
         asked: RequestArguments,
         template: Template | None = None,
     ) -> None:
-        params, start = request.sampling_params, request.num_prompt_tokens
+        params = request.sampling_params
+        start = request.num_prompt_tokens
         assert params is not None
-        record = self.records[request.request_id]
+        req_id = request.request_id
+        record = self.records[req_id]
         # No canvas is cut at the end of the context: the next one waits for its result.
-        self._long.discard(request.request_id)
+        self._long.discard(req_id)
         end = min(start + request.max_tokens, self.max_model_len)
         policy = self.decode_config.method.policies[asked.policy]
         # Positions may be withheld after the policy, also in the last step.
@@ -152,7 +154,8 @@ class RefreshScheduler(GuidedScheduler):
 
     def _prepare_forward(self, request: Request) -> bool:
         """Prepare a request's next forward, unless it depends on a result in flight."""
-        req_id, start = request.request_id, request.num_tokens
+        req_id = request.request_id
+        start = request.num_tokens
         if not self.in_flight.count(req_id, start):
             return True
         # Reports and grammars need each result; half of a pair may turn out not to fit.
@@ -235,7 +238,8 @@ class RefreshScheduler(GuidedScheduler):
         left = unpack_masks_left(results)
         void = self._drop_void(output)
         outputs = super().update_from_output(output, results)
-        places, committed = results.req_id_to_index, results.sampled_token_ids
+        places = results.req_id_to_index
+        committed = results.sampled_token_ids
         going_on, in_block = [], []
         for req_id in output.num_scheduled_tokens:
             request = self.requests.get(req_id)
@@ -254,14 +258,13 @@ class RefreshScheduler(GuidedScheduler):
     def _send_given(self, outputs: Outputs) -> None:
         """Add given tokens to first outputs, and forget requests that are gone."""
         for of_client in outputs.values():
-            for output in of_client.outputs:
-                if output.request_id not in self._given or not output.new_token_ids:
+            for each in of_client.outputs:
+                if each.request_id not in self._given or not each.new_token_ids:
                     continue
-                given = self._given.pop(output.request_id)
-                output.new_token_ids = [*given, *output.new_token_ids]
-                lists = output.new_logprobs
-                if lists is not None:
-                    output.new_logprobs = _with_certain(lists, given)
+                given = self._given.pop(each.request_id)
+                each.new_token_ids = [*given, *each.new_token_ids]
+                if each.new_logprobs is not None:
+                    each.new_logprobs = _with_certain(each.new_logprobs, given)
         for req_id in self._given.keys() - self.requests.keys():
             del self._given[req_id]
 
@@ -287,9 +290,11 @@ class RefreshScheduler(GuidedScheduler):
         """
         keeps_kv = []
         for request, goes_on in zip(requests, in_block, strict=True):
-            place = request.request_id, request.num_tokens
+            req_id = request.request_id
+            start = request.num_tokens
             # The refresh after a last step may be in flight already.
-            keeps_kv.append(goes_on or self.in_flight.count(*place) > 0)
+            launched = self.in_flight.count(req_id, start) > 0
+            keeps_kv.append(goes_on or launched)
         self._place_forwards(requests, keeps_kv)
         for request, goes_on in zip(requests, in_block, strict=True):
             req_id = request.request_id
@@ -319,12 +324,14 @@ class RefreshScheduler(GuidedScheduler):
         canvas, forwards = self._bounds(begun), []
         for keeps_kv in (False, True):
             starts, stops = self.span(canvas, np.full(len(begun), keeps_kv))
-            columns = starts.tolist(), (stops - canvas.start).tolist()
-            forwards.append(list(zip(*columns, strict=True)))
+            drafts = (stops - canvas.start).tolist()
+            forwards.append(list(zip(starts.tolist(), drafts, strict=True)))
+        refreshes, of_blocks = forwards
         starts = canvas.start.tolist()
         sizes = (canvas.block_stop - canvas.start).tolist()
-        for request, *fields in zip(begun, starts, sizes, *forwards, strict=True):
-            self.records[request.request_id].spans = BlockSpans(*fields)
+        for i, request in enumerate(begun):
+            spans = BlockSpans(starts[i], sizes[i], refreshes[i], of_blocks[i])
+            self.records[request.request_id].spans = spans
 
 
 def _start_of(request: Request) -> int:
@@ -339,5 +346,6 @@ def _with_certain(lists: LogprobsLists, token_ids: list[int]) -> LogprobsLists:
     certain = (ids, np.zeros(shape), np.ones(shape[0]))
     columns = []
     for given, emitted in zip(certain, lists[:3], strict=True):
-        columns.append(np.concatenate([given.astype(emitted.dtype), emitted]))
+        given = given.astype(emitted.dtype)
+        columns.append(np.concatenate([given, emitted]))
     return LogprobsLists(*columns)

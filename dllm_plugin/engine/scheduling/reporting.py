@@ -27,14 +27,10 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.request.arguments import RequestArguments
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import is_unconditional, unpack_unconditional
-from dllm_plugin.engine.scheduling.forwards_in_flight import NO_SPANS, BlockSpans
-from dllm_plugin.engine.scheduling.page_hashes import PromptPages
-from dllm_plugin.engine.scheduling.watched_requests import (
-    Trace,
-    Watch,
-    begin_step,
-    end_step,
-)
+
+from .forwards_in_flight import NO_SPANS, BlockSpans
+from .page_hashes import PromptPages
+from .watched_requests import Trace, Watch, begin_step, end_step
 
 Outputs = dict[int, EngineCoreOutputs]
 
@@ -108,7 +104,8 @@ class ReportingScheduler(AsyncScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request; ``spec_decode_metrics`` has its counts unless it objects."""
-        req_id, params = request.request_id, request.sampling_params
+        req_id = request.request_id
+        params = request.sampling_params
         asked = self.arguments_of(request)
         histogram = [0] * (self.num_spec_tokens + 1)
         counts = self.counts_class(self.num_spec_tokens, histogram)
@@ -141,8 +138,10 @@ class ReportingScheduler(AsyncScheduler):
         req_id = request.request_id
         record = self.records.pop(req_id, None)
         if record is not None and self.log_stats and not is_unconditional(req_id):
-            counts, tokens = record.counts, request.num_output_tokens
-            forwards, positions = sum(counts.histogram), unpack_positions(counts)
+            counts = record.counts
+            tokens = request.num_output_tokens
+            forwards = sum(counts.histogram)
+            positions = unpack_positions(counts)
             reason = self._reason(request)
             self._ended.append(EndedRequest(reason, forwards, tokens, positions))
         self._with_stop_strings.discard(req_id)
@@ -154,7 +153,8 @@ class ReportingScheduler(AsyncScheduler):
         The front end aborts a request at a stop string, as it does if a client leaves,
         and does not report which. The request's text shows it.
         """
-        reason, params = request.get_finished_reason(), request.sampling_params
+        reason = request.get_finished_reason()
+        params = request.sampling_params
         assert reason is not None and params is not None
         if reason != FinishReason.ABORT or not params.stop:
             return reason

@@ -19,10 +19,11 @@ from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
-from dllm_plugin.engine.scheduling.broken_requests import count_broken, end_broken
-from dllm_plugin.engine.scheduling.grammar_scheduler import GrammarScheduler
-from dllm_plugin.engine.scheduling.page_hashes import salt_pages, share_pages
-from dllm_plugin.engine.scheduling.reporting import Outputs
+
+from .broken_requests import count_broken, end_broken
+from .grammar_scheduler import GrammarScheduler
+from .page_hashes import salt_pages, share_pages
+from .reporting import Outputs
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -56,9 +57,11 @@ class DiffusionScheduler(GrammarScheduler):
     def _bound_requests(self) -> None:
         # Every running request computes a whole canvas per step. A prompt must fit as well,
         # or a chunk of a prompt if it may be split.
-        canvas, most = self.num_spec_tokens, self.max_num_scheduled_tokens
-        chunked = self.scheduler_config.enable_chunked_prefill
-        prompt = canvas if chunked else self.max_model_len
+        canvas = self.num_spec_tokens
+        most = self.max_num_scheduled_tokens
+        prompt = self.max_model_len
+        if self.scheduler_config.enable_chunked_prefill:
+            prompt = canvas
         fits = max(1, (most - prompt) // canvas)
         if fits < self.max_num_active_reqs:
             logger.info(BOUND, fits, most, canvas)
@@ -71,37 +74,41 @@ class DiffusionScheduler(GrammarScheduler):
             # this is vLLM's list of requests that end with an error.
             logger.error(STREAMING, shown(request.request_id))
             end_with_error(self, request.request_id)
-        config, asked = self.decode_config, self.arguments_of(request)
-        # A canvas in flight, the canvas scheduled after it, and the next one.
-        reach = request.num_prompt_tokens + request.max_tokens
-        if reach + 3 * self.num_spec_tokens > self.max_model_len:
-            self._long.add(request.request_id)
+        config = self.decode_config
+        asked = self.arguments_of(request)
         length = asked.block_length
+        prompt_len = request.num_prompt_tokens
+        # A canvas in flight, the canvas scheduled after it, and the next one.
+        reach = prompt_len + request.max_tokens + 3 * self.num_spec_tokens
+        if reach > self.max_model_len:
+            self._long.add(request.request_id)
         if length != config.block_length and not config.method.causal:
             # Keys depend on where blocks end, so other requests must not use these pages.
             salt_pages(request, f"/block {length}")
         if config.method.splits_prompt:
-            origin = config.origin(request.num_prompt_tokens, length)
+            origin = config.origin(prompt_len, length)
             share_pages(request, origin, self.block_size % length == 0)
         self._set_ends(request, asked.template)
         super().add_request(request)
 
     def _set_ends(self, request: Request, template: Template | None) -> None:
         """Set the tokens that end a request."""
-        params, config = request.sampling_params, self.decode_config
+        params = request.sampling_params
+        config = self.decode_config
         assert params is not None
         stops = params.stop_token_ids or []
         ends = list(config.turn_end_token_ids)
         if template is not None:
-            ends, stops = template.ends(ends), template.ends(stops)
+            ends = template.ends(ends)
+            stops = template.ends(stops)
             eos = params.eos_token_id
             if eos is not None and not template.ends([eos]):
                 params._eos_token_id = None
         prompt = request.prompt_token_ids or ()
         # Chat models end a turn with a token that configs do not list as EOS. In a prompt
         # without turns it is an ordinary token.
-        if not params.ignore_eos and any(i in prompt for i in ends):
-            stops = [*stops, *(i for i in ends if i not in stops)]
+        if not (params.ignore_eos or set(ends).isdisjoint(prompt)):
+            stops = list(dict.fromkeys([*stops, *ends]))
         hidden = config.hidden_token_id
         params.stop_token_ids = stops if hidden is None else [*stops, hidden]
 
@@ -109,8 +116,9 @@ class DiffusionScheduler(GrammarScheduler):
         self._long.discard(request.request_id)
         if self.connector is not None:
             # What is in flight counts as computed, and the last block was not stored.
-            stored = max(request.num_prompt_tokens, request.num_tokens - 1)
-            request.num_computed_tokens = min(request.num_computed_tokens, stored)
+            most = max(request.num_prompt_tokens, request.num_tokens - 1)
+            stored = min(request.num_computed_tokens, most)
+            request.num_computed_tokens = stored
         super()._forget(request)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -122,7 +130,7 @@ class DiffusionScheduler(GrammarScheduler):
         last = request.num_tokens - 1
         if request.num_computed_tokens != last:
             return
-        length = self.records[request.request_id].length
+        length = self._length(request)
         request.num_computed_tokens = last // length * length
         if not request.num_computed_tokens:
             # vLLM would ask for the same page again.
@@ -169,7 +177,7 @@ class DiffusionScheduler(GrammarScheduler):
         first block does not depend on it.
         """
         drafts = len(request.spec_token_ids) or self.num_spec_tokens
-        length = self.records[request.request_id].length
+        length = self._length(request)
         rows = self.decode_config.method.rows
         if rows is not None:
             return min(drafts, rows(length))
@@ -200,19 +208,21 @@ class DiffusionScheduler(GrammarScheduler):
             start: tokens that are computed already.
             new: tokens that vLLM would compute.
         """
-        known, prompt_len = request.num_tokens, request.num_prompt_tokens
-        config, canvas = self.decode_config, self.num_spec_tokens
+        known = request.num_tokens
+        prompt_len = request.num_prompt_tokens
+        config = self.decode_config
+        canvas = self.num_spec_tokens
         cuts = self._single_blocks or config.method.causal_rows
         if cuts and request.spec_token_ids:
-            in_flight = request.num_output_placeholders - start
-            new = min(new, known + in_flight + self._canvas_tokens(request))
+            end = known + request.num_output_placeholders
+            new = min(new, end - start + self._canvas_tokens(request))
         if not (config.prompt_has_blocks and new):
             return new
         if request.status == RequestStatus.RUNNING and start < known:
             new = min(new, canvas + self._spare_tokens)
             self._spare_tokens -= max(0, new - canvas)
         if start + new < known:
-            length = self.records[request.request_id].length
+            length = self._length(request)
             origin = config.origin(prompt_len, length)
             end = origin + (start + new - origin) // length * length
             return max(0, end - start)
@@ -224,9 +234,14 @@ class DiffusionScheduler(GrammarScheduler):
 
     def _first_tail(self, request: Request) -> int:
         """Return how many positions of the prompt the first canvas begins with."""
-        length = self.records[request.request_id].length
+        length = self._length(request)
         prompt_len = request.num_prompt_tokens
-        return (prompt_len - self.decode_config.origin(prompt_len, length)) % length
+        origin = self.decode_config.origin(prompt_len, length)
+        return (prompt_len - origin) % length
+
+    def _length(self, request: Request) -> int:
+        """Return the positions of a request's block."""
+        return self.records[request.request_id].length
 
     def _update_request_with_output(
         self, request: Request, token_ids: list[int], is_stale: bool = False
@@ -237,17 +252,18 @@ class DiffusionScheduler(GrammarScheduler):
         are subtracted here.
         """
         update = super()._update_request_with_output
+        manager = self.kv_cache_manager
         was_running = request.status == RequestStatus.RUNNING
-        caches = was_running and self.kv_cache_manager.enable_caching
-        if is_stale or not caches:
+        if is_stale or not (was_running and manager.enable_caching):
             return update(request, token_ids, is_stale)
         num_new = len(token_ids)
         request.num_computed_tokens -= num_new
         token_ids, stopped = update(request, token_ids)
         if not stopped:
             request.num_computed_tokens += num_new
-            computed = request.num_computed_tokens - request.num_output_placeholders
-            self.kv_cache_manager.cache_blocks(request, computed)
+            in_flight = request.num_output_placeholders
+            computed = request.num_computed_tokens - in_flight
+            manager.cache_blocks(request, computed)
         return token_ids, stopped
 
     def update_from_output(
@@ -268,8 +284,8 @@ class DiffusionScheduler(GrammarScheduler):
         flight, which has already advanced their canvases. Without a cache no page needs
         protection.
         """
-        is_async = self.scheduler_config.async_scheduling
-        preempts = reset_running_requests and not is_async
+        goes_on = self.scheduler_config.async_scheduling
+        preempts = reset_running_requests and not goes_on
         done = super().reset_prefix_cache(preempts, reset_connector)
         has_cache = self.kv_cache_manager.enable_caching
         return done or (reset_running_requests and not has_cache)
@@ -287,11 +303,11 @@ class DiffusionScheduler(GrammarScheduler):
         self.num_computed_positions += output.total_num_scheduled_tokens
         if not self.scheduler_config.async_scheduling:
             return
-        later = self.current_step + self.vllm_config.max_concurrent_batches
+        steps = self.vllm_config.max_concurrent_batches
+        # If it were scheduled before this step's commit is known, the next canvas would be cut
+        # at the end of the context, even if the request has not advanced.
+        last = self.max_model_len - self.num_spec_tokens
         for req_id in output.num_scheduled_tokens.keys() & self._long:
             request = self.requests[req_id]
-            end = request.num_computed_tokens + self.num_spec_tokens
-            # If it were scheduled before this step's commit is known, the next canvas would
-            # be cut at the end of the context, even if the request has not advanced.
-            if end > self.max_model_len:
-                request.next_decode_eligible_step = later
+            if request.num_computed_tokens > last:
+                request.next_decode_eligible_step = self.current_step + steps

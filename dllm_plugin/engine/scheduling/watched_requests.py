@@ -124,14 +124,16 @@ def begin_step(
         return []
     steps = []
     for req_id, place in results.req_id_to_index.items():
-        request, watch = requests.get(req_id), watches.get(req_id)
+        request = requests.get(req_id)
+        watch = watches.get(req_id)
         if place not in canvases or request is None or watch is None:
             continue
         # vLLM drops results of requests that were preempted or aborted meanwhile.
         stale = request.num_stale_output_tokens > 0
         if request.is_finished() or (stale and request.drop_stale_output):
             continue
-        base, canvas = request.num_output_tokens, canvases[place]
+        base = request.num_output_tokens
+        canvas = canvases[place]
         steps.append(WatchedStep(watch, request, place, base, canvas))
     return steps
 
@@ -219,7 +221,8 @@ def new_tokens(step: WatchedStep, committed: int, window: int) -> list[int]:
         stop = max(committed, step.base + run)
     sent = len(watch.tokens)
     tokens = list(request.output_token_ids[sent:committed])
-    start, stop = max(sent, committed) - step.base, max(stop - step.base, 0)
+    start = max(sent, committed) - step.base
+    stop = max(stop - step.base, 0)
     tokens += step.canvas.ids_C[start:stop].tolist()
     watch.tokens += tokens
     return tokens
@@ -241,7 +244,8 @@ def early_logprobs(
 def wants_snapshot(step: WatchedStep, committed: int) -> bool:
     """Return whether a request asks for a snapshot after this forward."""
     watch, request = step.watch, step.request
-    every, params = watch.asked.frames, request.sampling_params
+    every = watch.asked.frames
+    params = request.sampling_params
     if not every or params is None:
         return False
     if params.num_logprobs is not None and not (committed or watch.tokens):

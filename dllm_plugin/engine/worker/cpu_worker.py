@@ -16,8 +16,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.engine.platforms import request_tiles
-from dllm_plugin.engine.worker.weight_updates import UpdatingWorker
-from dllm_plugin.engine.worker.worker import GrammarRunner
+
+from .weight_updates import UpdatingWorker
+from .worker import GrammarRunner
 
 
 class RowsOfAdapters(PunicaWrapperCPU):

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from dllm_plugin.engine.worker.ranks import RankWorker
+from .ranks import RankWorker
 
 
 class UpdatingWorker(RankWorker):

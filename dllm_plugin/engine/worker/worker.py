@@ -26,8 +26,9 @@ from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.worker_carriers import unpack_canvases
 from dllm_plugin.engine.grammars.automata import CanvasChecks, CanvasOutput
-from dllm_plugin.engine.worker.graph_times import measure, prepare
-from dllm_plugin.engine.worker.weight_updates import UpdatingWorker
+
+from .graph_times import measure, prepare
+from .weight_updates import UpdatingWorker
 
 UNLIMITED = np.iinfo(np.int32).max
 

@@ -106,7 +106,8 @@ def choose(
 ):
     """Write the best id of a class in a row, or a sampled one; 0 where there is no class."""
     row = tl.program_id(0).to(tl.int64)
-    which, kind = tl.load(which_ptr + row), tl.load(class_ptr + row)
+    which = tl.load(which_ptr + row)
+    kind = tl.load(class_ptr + row)
     row_ptr = logits_ptr + tl.load(source_ptr + row) * logits_stride
     temperature = tl.load(temperature_ptr + row)
     if bias_ptr is not None:
@@ -116,7 +117,8 @@ def choose(
     bounds = bound_ptr + which * bound_stride + tl.maximum(kind, 0)
     first, stop = tl.load(bounds), tl.load(bounds + 1)
     stop = tl.where(kind >= 0, stop, first)
-    best, chosen = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
+    best = tl.full((), float("-inf"), tl.float64)
+    chosen = tl.full((), 0, tl.int32)
     for begin in range(first, stop, TILE):
         place = begin + tl.arange(0, TILE)
         inside = place < stop

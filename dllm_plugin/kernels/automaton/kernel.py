@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.automaton.classes import (
-    choose,
-    noisy,
-    score_classes,
-)
-from dllm_plugin.kernels.automaton.reference import Canvases, Path, Rows, Tables
 from dllm_plugin.kernels.confidence.scan import mixed_state
 from dllm_plugin.kernels.launch import launch
+
+from .classes import choose, noisy, score_classes
+from .reference import Canvases, Path, Rows, Tables
 
 TILE = 256  # ids of a class per round
 EDGES = 64  # edges per round
@@ -126,13 +123,16 @@ def _walk_back(
 ):
     """Write the text of a canvas from its end on."""
     canvas = tl.program_id(0).to(tl.int64)
-    which, room = tl.load(which_ptr + canvas), tl.load(room_ptr + canvas)
+    which = tl.load(which_ptr + canvas)
+    room = tl.load(room_ptr + canvas)
     samples = tl.load(temperature_ptr + canvas) > 0
-    seed, step = tl.load(seed_ptr + canvas), tl.load(step_ptr + canvas)
+    seed = tl.load(seed_ptr + canvas)
+    step = tl.load(step_ptr + canvas)
     position = tl.load(position_ptr + canvas)
     value_ptr += canvas * (length + 1) * num_states
     noise = mixed_state(seed ^ 0x1A57, position, step)
-    best, state = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
+    best = tl.full((), float("-inf"), tl.float64)
+    state = tl.full((), 0, tl.int32)
     for begin in range(0, num_states, WIDE):
         here = begin + tl.arange(0, WIDE)
         inside = here < num_states
@@ -207,11 +207,13 @@ def _arguments(tables: Tables, rows: Rows) -> tuple[Any, ...]:
 
 def score_rows(tables: Tables, rows: Rows) -> Tensor:
     """Score classes as the reference does."""
-    count, num_classes = len(rows.source_T), tables.bound_AK.shape[1] - 1
+    count = len(rows.source_T)
+    num_classes = tables.bound_AK.shape[1] - 1
     top_TK, mass_TK = torch.empty(2, count, num_classes, device=rows.source_T.device)
     if not count:
         return top_TK
-    grid, arguments = (count, num_classes), _arguments(tables, rows)
+    grid = (count, num_classes)
+    arguments = _arguments(tables, rows)
     launch(
         score_classes, grid, *arguments, top_TK, mass_TK, TILE=TILE, num_warps=NUM_WARPS
     )
@@ -241,7 +243,8 @@ def choose_ids(tables: Tables, rows: Rows, class_T: Tensor) -> Tensor:
 def forward(tables: Tables, canvases: Canvases, score_GCK: Tensor) -> Tensor:
     """Value states as the reference does; a launch for each position."""
     count, length, num_classes = score_GCK.shape
-    num_states, num_edges = tables.far_AQ.shape[1], tables.source_AE.shape[1]
+    num_states = tables.far_AQ.shape[1]
+    num_edges = tables.source_AE.shape[1]
     value_GCQ = score_GCK.new_empty(count, length + 1, num_states)
     value_GCQ[:, 0] = float("-inf")
     value_GCQ[:, 0].scatter_(1, canvases.state_G[:, None], 0.0)

@@ -126,7 +126,8 @@ def score_rows(tables: Tables, rows: Rows) -> Tensor:
 
     Of all its ids where the row samples. Classes without ids are never looked at.
     """
-    logits_TV, class_TV = _read(rows), tables.class_AV[rows.which_T].to(torch.int64)
+    logits_TV = _read(rows)
+    class_TV = tables.class_AV[rows.which_T].to(torch.int64)
     shape = (len(logits_TV), tables.bound_AK.shape[1] - 1)
     top_TK = logits_TV.new_full(shape, NEVER)
     top_TK.scatter_reduce_(1, class_TV, logits_TV, "amax")

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.confidence.reference import Columns, RowSampling, RowStats
-from dllm_plugin.kernels.confidence.scan import scan
 from dllm_plugin.kernels.launch import launch
+
+from .reference import Columns, RowSampling, RowStats
+from .scan import scan
 
 TILE = 1024  # tokens per round: 16 bytes a thread in bf16
 NUM_WARPS = 4
@@ -181,7 +182,9 @@ def scan_rows(
     Args:
         divide, token_T: as in `propose_rows`, only with all columns of the rows.
     """
-    rows, width, device = len(slot_T), logits_XV.shape[1], logits_XV.device
+    rows = len(slot_T)
+    width = logits_XV.shape[1]
+    device = logits_XV.device
     first, vocab_size, shards = columns
     num_partials, num_columns = count_partials(rows, width, programs, shards)
     partials_KTP = torch.empty(
@@ -226,7 +229,8 @@ def merge_rows(
 ) -> RowStats:
     """Merge the partials of all shards as the reference does, `MAX_PARTIALS` of a row at most."""
     shards, _, rows, num_partials = partials_SKTP.shape
-    total, device = rows if num_rows is None else num_rows, partials_SKTP.device
+    total = rows if num_rows is None else num_rows
+    device = partials_SKTP.device
     tokens = torch.empty(total, dtype=torch.int64, device=device)
     confidence_T = torch.empty(total, device=device)
     broken_T = torch.empty(total, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from dllm_plugin.kernels.confidence import reference
+from . import reference
 
 LOWEST = -1e30  # finite: -inf minus -inf is no number
 NONE_ABOVE = -1e20  # below any logit by any temperature, and above LOWEST by any

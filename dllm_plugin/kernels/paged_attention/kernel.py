@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-from dllm_plugin.kernels.paged_attention.span_kernel import span_kernel
+from .span_kernel import span_kernel
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 16

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import regex
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig
 
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.method import Method
-from dllm_plugin.models.checkpoints.trained_for import model_names
-from dllm_plugin.models.checkpoints.weights import Shapes, Weights, is_plain, module_of
+
+from .trained_for import model_names
+from .weights import Shapes, Weights, is_plain, module_of
 
 # These loaders read sharded files into parameters and never call `load_weights`.
 FORMATS_WITHOUT_MERGE = (
@@ -36,7 +37,8 @@ FORMATS_WITHOUT_MERGE = (
     "sharded_state",
     "tensorizer",
 )
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 PATTERN_SECONDS = 0.5  # for all patterns and modules of an adapter
 TENSOR_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -63,8 +65,8 @@ FIXED: dict[str, Any] = {
 class LoraPair:
     """Store the low-rank update of one matrix [out, in]: `scale * b @ a`."""
 
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
     scale: float
 
 
@@ -157,7 +159,7 @@ def load_adapter(path: Path) -> LoraAdapter:
         raise ValueError(
             f"Cannot read '{file}': it is truncated or damaged ({error})."
         ) from error
-    halves: dict[str, dict[str, torch.Tensor]] = {}
+    halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = TENSOR_NAME.fullmatch(name)
         if match is None:
@@ -187,8 +189,8 @@ def load_adapter(path: Path) -> LoraAdapter:
 
 
 def checked_half(
-    path: Path, module: str, half: dict[str, torch.Tensor], rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    path: Path, module: str, half: dict[str, Tensor], rank: int
+) -> tuple[Tensor, Tensor]:
     """Return both matrices of a module; raise ValueError if one is missing or has another rank."""
     for letter in "AB":
         if letter not in half:
@@ -291,7 +293,7 @@ def check_coverage(adapter: LoraAdapter, shapes: Shapes) -> None:
         )
 
 
-def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, torch.Tensor]]:
+def merge(weights: Weights, adapter: LoraAdapter) -> Iterator[tuple[str, Tensor]]:
     """Replace each adapted W in the stream by `W + scale * B @ A`, in W's dtype.
 
     The sum is computed in float32. Raises ValueError at the end of the stream if an update found no

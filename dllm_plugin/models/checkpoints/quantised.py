@@ -94,9 +94,8 @@ class QuantizedHead(QuantizeMethodBase):
         if not stored_TH.is_cuda:
             logits_TV = stored_TH.float() @ layer.weight.float().t()
             return (logits_TV * scale_T1 * layer.weight_scale.t()).to(dtype)
-        return ops.cutlass_scaled_mm(
-            stored_TH, layer.weight.t(), scale_T1, layer.weight_scale, dtype
-        )
+        weight, scale = layer.weight.t(), layer.weight_scale
+        return ops.cutlass_scaled_mm(stored_TH, weight, scale_T1, scale, dtype)
 
 
 def quantise_rows(rows_NH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

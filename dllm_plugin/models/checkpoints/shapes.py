@@ -5,7 +5,7 @@ Every function returns name -> full shape; `config` is a Hugging Face config.
 
 from typing import Any
 
-from dllm_plugin.models.checkpoints.weights import Shapes
+from .weights import Shapes
 
 
 def embedding_and_head(config: Any) -> Shapes:
@@ -50,7 +50,8 @@ def attention(name: str, config: Any, bias: bool, qk_norm: bool) -> Shapes:
     width, heads = config.hidden_size, config.num_attention_heads
     # The configs of Qwen2 and LLaDA have no head size of their own.
     head = getattr(config, "head_dim", None) or width // heads
-    q_width, kv_width = head * heads, head * config.num_key_value_heads
+    q_width = head * heads
+    kv_width = head * config.num_key_value_heads
     shapes: Shapes = {f"{name}.o_proj.weight": (width, q_width)}
     for letter, outputs in (("q", q_width), ("k", kv_width), ("v", kv_width)):
         shapes[f"{name}.{letter}_proj.weight"] = (outputs, width)

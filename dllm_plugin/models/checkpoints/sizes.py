@@ -50,8 +50,10 @@ def sizes_of(config: Any) -> Sizes:
 
 def count_sizes(values: dict[str, Any]) -> Sizes:
     """Count the weights of a model from the keys of its ``config.json``; norms are left out."""
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    kv_heads, depth = values["num_key_value_heads"], values["num_hidden_layers"]
+    hidden = values["hidden_size"]
+    heads = values["num_attention_heads"]
+    kv_heads = values["num_key_value_heads"]
+    depth = values["num_hidden_layers"]
     head_size = values.get("head_dim") or hidden // heads
     attention = 2 * hidden * head_size * (heads + kv_heads)
     experts = values.get("num_experts") or values.get("num_local_experts") or 0

@@ -23,12 +23,9 @@ from dllm_plugin.decoding.step_costs import (
     WeightBytes,
     costs_of,
 )
-from dllm_plugin.models.checkpoints.sizes import (
-    kv_item_bytes,
-    layer_bytes,
-    sizes_of,
-)
-from dllm_plugin.models.checkpoints.weights import checkpoint_folder
+
+from .sizes import kv_item_bytes, layer_bytes, sizes_of
+from .weights import checkpoint_folder
 
 EXPERTS = ".experts."  # in the names of their tensors
 
@@ -50,7 +47,8 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
 
 def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     """Return the model's costs; context costs nothing if there are no weight files."""
-    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    model_config = vllm_config.model_config
+    load_config = vllm_config.load_config
     folder = checkpoint_folder(
         model_config.model, model_config.revision, load_config.download_dir
     )

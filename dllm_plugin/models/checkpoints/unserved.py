@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from dllm_plugin.models.checkpoints.trained_for import (
-    checkpoint_names,
-    model_names,
-    tokenizer_ids,
-)
+from .trained_for import checkpoint_names, model_names, tokenizer_ids
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -251,26 +247,9 @@ def check_readable(folder: Path) -> None:
 
 
 # Keys of published configs that change nothing of what a served model computes: of training, of
-# other libraries, or read by transformers and vLLM before our classes are.
-HARMLESS = frozenset(
-    {
-        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path"),
-        *("attention_dropout", "attn_implementation", "auto_map", "debug", "dtype"),
-        *("embedding_dropout", "ep_size", "flash_attention", "fuse_cross_entropy"),
-        *("init_cutoff_factor", "init_device", "init_fn", "init_std"),
-        *("initializer_range", "max_window_layers", "micro_forward"),
-        *("model_type", "moe_backend", "mtp_loss_scaling_factor"),
-        *("num_diffusion_steps", "num_local_experts", "num_nextn_predict_layers"),
-        *("output_attentions", "output_dropout", "output_hidden_states"),
-        *("output_router_logits", "precision", "quantization_config"),
-        *("residual_dropout", "rope_full_precision", "rope_scaling", "rope_theta"),
-        *("rotary_dim", "router_aux_loss_coef", "skip_checkpoint", "tokenizer_class"),
-        *("torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version"),
-        *("use_cache", "use_deepep", "alibi_bias_max", "pretraining_tp"),
-        *("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio"),
-        "attention_layer_norm_with_affine",  # of a norm that no served checkpoint has
-    }
-)
+# other libraries, or read by transformers and vLLM before our classes are. One of them
+# (`attention_layer_norm_with_affine`) is of a norm that no served checkpoint has.
+HARMLESS = Path(__file__).with_name("harmless_keys.txt")
 
 
 def unknown_keys(hf_config: Any) -> list[str]:
@@ -278,7 +257,8 @@ def unknown_keys(hf_config: Any) -> list[str]:
 
     Keys without a value do not count.
     """
-    known = {one.name for one in dataclasses.fields(hf_config)} | HARMLESS
+    known = {one.name for one in dataclasses.fields(hf_config)}
+    known |= set(HARMLESS.read_text(encoding="utf-8").split())
     known |= set(hf_config.attribute_map) | set(hf_config.fixed)
     found = set()
     for key, value in hf_config.to_dict().items():

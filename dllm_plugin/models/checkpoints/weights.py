@@ -16,13 +16,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from dllm_plugin.models.checkpoints import layouts
-from dllm_plugin.models.checkpoints.unserved import check_readable
+from . import layouts
+from .unserved import check_readable
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 Shapes = dict[str, tuple[int, ...]]
 
 # Buffers in old checkpoints that vLLM computes itself.
@@ -44,7 +45,7 @@ class Manifest:
         """Return whether weights are stored quantised, with names of their own."""
         return self.packing is not None
 
-    def allowed(self, name: str, tensor: torch.Tensor) -> set[tuple[int, ...]] | None:
+    def allowed(self, name: str, tensor: Tensor) -> set[tuple[int, ...]] | None:
         """Return the shapes that a tensor may have; None if any will do, or it is surplus."""
         plain = self.shapes.get(name)
         if plain is not None and (self.packing is None or is_plain(tensor)):
@@ -61,12 +62,12 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is stored unquantised (float32, bfloat16, float16)."""
     return tensor.is_floating_point() and tensor.element_size() >= 2
 
 
-def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
+def check_tensor(name: str, tensor: Tensor, manifest: Manifest) -> None:
     """Raise ValueError if the model does not have this tensor or needs another shape."""
     if name not in manifest.shapes and manifest.packing is None:
         if name in manifest.optional:
@@ -74,7 +75,8 @@ def check_tensor(name: str, tensor: torch.Tensor, manifest: Manifest) -> None:
         raise ValueError(
             f"The {manifest.source} holds a weight '{name}' that this model does not have."
         )
-    found, allowed = tuple(tensor.shape), manifest.allowed(name, tensor)
+    found = tuple(tensor.shape)
+    allowed = manifest.allowed(name, tensor)
     if allowed is not None and found not in allowed:
         wanted = " or ".join(map(str, sorted(allowed)))
         raise ValueError(
@@ -92,7 +94,7 @@ class CheckedWeights:
         # Tensors of modules that are stored quantised: module -> name in it -> dtype.
         self.stored: dict[str, dict[str, torch.dtype]] = {}
 
-    def part(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def part(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights`; raise ValueError at once for a surplus or mis-shaped one."""
         for name, tensor in weights:
             if any(text in name for text in IGNORED):
@@ -142,7 +144,7 @@ class CheckedWeights:
         raise ValueError(f"The {source} has no weight '{module}.{suffix}'.")
 
 
-def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+def checked(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
     """Yield a whole checkpoint; raise ValueError for a surplus, mis-shaped or missing weight."""
     whole = CheckedWeights(manifest)
     yield from whole.part(weights)
@@ -175,7 +177,8 @@ def count_parameters(model: str, revision: str | None) -> int | None:
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
     """Raise ValueError for a damaged checkpoint, before any process is started."""
-    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    model_config = vllm_config.model_config
+    load_config = vllm_config.load_config
     folder = checkpoint_folder(
         model_config.model, model_config.revision, load_config.download_dir
     )
@@ -183,9 +186,7 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
         check_readable(folder)
 
 
-def readable(
-    weights: Weights, folder: Path | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def readable(weights: Weights, folder: Path | None) -> Iterator[tuple[str, Tensor]]:
     """Yield `weights`; raise ValueError with the name of a damaged file in `folder`."""
     try:
         yield from weights
@@ -211,7 +212,7 @@ class WeightUpdate(CheckedWeights):
         super().__init__(replace(manifest, source="update"))
         self.partial = partial
 
-    def part(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def part(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights`; raise ValueError at once for one that is wrong or comes again.
 
         vLLM counts the numbers of a packed layer as they come: with one of its weights twice, it

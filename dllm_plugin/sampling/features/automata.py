@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.grammar.step import AutomatonStart
@@ -26,13 +25,14 @@ from dllm_plugin.kernels.automaton.reference import (
     Rows,
     Tables,
 )
-from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.features.penalties import Penalties
-from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, LogitsRows
+from dllm_plugin.sampling.step import LogitsRows, Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .automaton_tables import AutomatonTables
+from .feature import StepFeature
+from .penalties import Penalties
+from .token_rules import TokenRules
 
 # Float32 scores of canvases that are computed together.
 SCORES_AT_ONCE = 1 << 25
@@ -80,59 +80,62 @@ class Automata(StepFeature):
         rules: TokenRules,
         penalties: Penalties,
     ) -> None:
-        num_slots = len(states.open_N)
         super().__init__(states)
         self.sampling_states = sampling_states
         self.rows = rows
         self.rules = rules
         self.penalties = penalties
         self.stored = AutomatonTables(states.device)
-        self.place_np = np.zeros(num_slots, dtype=np.int64)
-        self.complete_np = np.zeros(num_slots, dtype=np.bool_)
+        self.place_np = np.zeros(self.num_slots, dtype=np.int64)
+        self.complete_np = np.zeros(self.num_slots, dtype=np.bool_)
         self.state_N: Tensor | None = None
         self.on_cpu = states.device.type == "cpu"
         kernels: Any = reference if self.on_cpu else kernel
-        self.score_rows, self.choose_ids = kernels.score_rows, kernels.choose_ids
-        self.forward, self.backtrack = kernels.forward, kernels.backtrack
+        self.score_rows = kernels.score_rows
+        self.choose_ids = kernels.choose_ids
+        self.forward = kernels.forward
+        self.backtrack = kernels.backtrack
         # Of this step: rows of its requests, and the states around each position of their texts.
         self._moves: tuple[Tensor, Tensor] | None = None
 
     def start(self, starts: Sequence[AutomatonStart]) -> None:
         """Store the automata of requests that start, or come back, in this step."""
-        device = self.states.device
+        states = self.states
         if self.state_N is None:
-            num_slots = len(self.place_np)
-            self.state_N = torch.zeros(num_slots, dtype=torch.int64, device=device)
-            self.states.companions.append(self.state_N)
+            self.state_N = states.zeros(torch.int64)
+            states.companions.append(self.state_N)
         known = []
         for start in starts:
-            slot = self.states.req_id_to_slot[start.req_id]
+            slot = states.req_id_to_slot[start.req_id]
             self.free(slot)
             self.place_np[slot] = self.stored.add(start.key, start.automaton)
             self.complete_np[slot] = start.completes
             self.mark(slot, True)
             known.append((slot, start.state + 1))
-        on_device = async_tensor_h2d(np.array(known, dtype=np.int64), device=device)
-        slots_G, state_G = on_device.unbind(1)
+        known_np = np.array(known, dtype=np.int64)
+        slots_G, state_G = self.upload(known_np).unbind(1)
         # A canvas that comes back brings the state before it.
         kept_G = self.state_N[slots_G]
         self.state_N[slots_G] = torch.where(kept_G > 0, kept_G, state_G)
 
     def warm_up(self, logits_XV: Tensor) -> None:
         """Launch the kernels in all forms, for an automaton of one state."""
-        device, vocab_size = logits_XV.device, self.rules.vocab_size
+        device = logits_XV.device
+        vocab_size = self.rules.vocab_size
         arrays = []
         for length in (vocab_size, vocab_size, 2, 1, 1, 1, 2, 1):
             arrays.append(torch.zeros(1, length, dtype=torch.int32, device=device))
         tables = Tables(*arrays)
         zero_G = torch.zeros(1, dtype=torch.int64, device=device)
-        greedy_G, given_GC = zero_G.to(torch.float32), zero_G[:, None]
+        greedy_G = zero_G.to(torch.float32)
+        given_GC = zero_G[:, None]
         canvases = Canvases(
             zero_G, zero_G, given_GC, zero_G, greedy_G, zero_G, zero_G, zero_G
         )
         table_MV = tables.class_AV.to(torch.float32)
         for bias in (None, (table_MV, zero_G)):
-            numbers = (zero_G, zero_G, zero_G, greedy_G, zero_G, zero_G, zero_G)
+            numbers = [zero_G] * 7
+            numbers[3] = greedy_G
             rows = Rows(logits_XV, *numbers, self.mask_id, bias)
             score_GCK = self.score_rows(tables, rows)[None]
             value_GCQ = self.forward(tables, canvases, score_GCK)
@@ -143,7 +146,7 @@ class Automata(StepFeature):
         """Free the automaton of a slot."""
         self.stored.release(int(self.place_np[slot]))
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Add rows to the step whose tokens are those of the texts."""
         row_np = np.flatnonzero(self.users_np[step.slots_np])
         columns = self.rows.num_columns(step)
@@ -158,11 +161,12 @@ class Automata(StepFeature):
         rows, states = zip(*parts, strict=True)
         self._moves = torch.cat(rows), torch.cat(states)
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Move the states on by what the canvases committed."""
         assert self.state_N is not None and self._moves is not None
         (row_G, state_GC1), self._moves = self._moves, None
-        outcome, planned_R = step.outcome, step.plan.num_committed_R
+        outcome = step.outcome
+        planned_R = step.plan.num_committed_R
         moved_R = torch.where(outcome.ended_R, planned_R, outcome.num_committed_R)
         moved_G1 = moved_R[row_G, None].to(torch.int64)
         state_G = state_GC1.gather(1, moved_G1).squeeze(1)
@@ -174,27 +178,25 @@ class Automata(StepFeature):
         return tables
 
     def _propose(
-        self, step: DenoisingStep, row_np: np.ndarray, columns: int
+        self, step: Step, row_np: np.ndarray, columns: int
     ) -> tuple[Tensor, Tensor]:
         """Propose texts of some requests; no block is open after `columns` positions."""
-        row_G = async_tensor_h2d(row_np, device=self.states.device)
-        tables = self._tables()
+        row_G, tables = self.upload(row_np), self._tables()
         canvases = self._canvases(step, row_G, row_np, columns)
-        masked_GC = (canvases.given_GC == OPEN) & self.rows.has_row(step)[
-            row_G, :columns
-        ]
+        has_row_GC = self.rows.has_row(step)[row_G, :columns]
+        masked_GC = (canvases.given_GC == OPEN) & has_row_GC
         masked_GC &= step.plan.candidates_RC[row_G, :columns]
         requests = _Requests(row_G, row_np, canvases, masked_GC)
         predicted = list(self._predicted(requests, step))
         # Scores of positions without a row do not count.
-        num_classes = tables.bound_AK.shape[1] - 1
-        score_GCK = torch.zeros(*masked_GC.shape, num_classes, device=row_G.device)
+        shape = (*masked_GC.shape, tables.bound_AK.shape[1] - 1)
+        score_GCK = torch.zeros(shape, device=self.device)
         for some in predicted:
             for cut, piece in self._pieces(some, step):
                 place = some.canvas_T[cut], some.place_T[cut]
                 wanted_T1 = some.wanted_T[cut, None]
                 score_TK = self.score_rows(tables, piece)
-                score_GCK[place] = torch.where(wanted_T1, score_TK, score_GCK[place])
+                score_GCK[place] = score_TK.where(wanted_T1, score_GCK[place])
         value_GCQ = self.forward(tables, canvases, score_GCK)
         path = self.backtrack(tables, canvases, score_GCK, value_GCQ)
         for some in predicted:
@@ -202,23 +204,25 @@ class Automata(StepFeature):
         return row_G, path.state_GC1
 
     def _canvases(
-        self, step: DenoisingStep, row_G: Tensor, row_np: np.ndarray, columns: int
+        self, step: Step, row_G: Tensor, row_np: np.ndarray, columns: int
     ) -> Canvases:
         """Return the leading columns of a step's canvases as kernels take them."""
         assert self.state_N is not None
         states, sampling = self.states, self.sampling_states
         slots_np = step.slots_np[row_np]
         known = np.stack([self.place_np[slots_np], self.complete_np[slots_np]])
-        which_G, completes_G = async_tensor_h2d(known, device=states.device)
+        which_G, completes_G = self.upload(known)
         slots_G, canvas = step.slots_R[row_G], step.canvas
         remaining_G = step.remaining_R[row_G].to(torch.int64)
         tokens_GC = canvas.tokens_RC[row_G, :columns]
-        position_C = torch.arange(columns, device=states.device)
-        is_open_GC = canvas.block_RC[row_G, :columns] < step.plan.open_R[row_G, None]
+        block_GC = canvas.block_RC[row_G, :columns]
+        position_C = self.position_C[:columns]
+        is_open_GC = block_GC < step.plan.open_R[row_G, None]
         is_text_GC = is_open_GC & (position_C < remaining_G[:, None])
         length_G = is_text_GC.sum(dim=1)
         is_text_GC &= position_C >= canvas.tail_R[row_G, None]
-        class_GC = self._tables().class_AV[which_G[:, None], tokens_GC].to(torch.int64)
+        class_AV = self._tables().class_AV
+        class_GC = class_AV[which_G[:, None], tokens_GC].to(torch.int64)
         class_GC = class_GC.masked_fill(tokens_GC == self.mask_id, OPEN)
         return Canvases(
             which_G,
@@ -231,9 +235,7 @@ class Automata(StepFeature):
             states.start_N[slots_G],
         )
 
-    def _predicted(
-        self, requests: _Requests, step: DenoisingStep
-    ) -> Iterator[_Predicted]:
+    def _predicted(self, requests: _Requests, step: Step) -> Iterator[_Predicted]:
         """Yield the rows of the canvases, then the carry rows, which predict first positions."""
         logits_XV, carry_NV = self.rows.sources(step)
         row_G, masked_GC = requests.row_G, requests.masked_GC
@@ -251,22 +253,23 @@ class Automata(StepFeature):
     def _rows(
         self,
         requests: _Requests,
-        step: DenoisingStep,
+        step: Step,
         logits_XV: Tensor,
         source_GC: Tensor,
         wanted_GC: Tensor,
     ) -> _Predicted:
         """Describe rows of a tensor; on GPUs also unwanted rows, since to count would wait."""
         if self.on_cpu:
-            canvas_T, place_T = wanted_GC.nonzero(as_tuple=True)
+            where = wanted_GC.nonzero(as_tuple=True)
         else:
-            index_T = torch.arange(wanted_GC.numel(), device=wanted_GC.device)
+            index_T = torch.arange(wanted_GC.numel(), device=self.device)
             width = wanted_GC.shape[1]
-            canvas_T, place_T = index_T // width, index_T % width
+            where = index_T // width, index_T % width
+        canvas_T, place_T = where
         canvases = requests.canvases
         rows = Rows(
             logits_XV,
-            source_GC[canvas_T, place_T],
+            source_GC[where],
             step.slots_R[requests.row_G][canvas_T],
             canvases.which_G[canvas_T],
             canvases.temperature_G[canvas_T],
@@ -276,11 +279,9 @@ class Automata(StepFeature):
             self.mask_id,
             self.rules.biases(step.slots_np),
         )
-        return _Predicted(rows, canvas_T, place_T, wanted_GC[canvas_T, place_T])
+        return _Predicted(rows, *where, wanted_GC[where])
 
-    def _pieces(
-        self, some: _Predicted, step: DenoisingStep
-    ) -> Iterator[tuple[slice, Rows]]:
+    def _pieces(self, some: _Predicted, step: Step) -> Iterator[tuple[slice, Rows]]:
         """Yield pieces small enough for float32 copies, penalised if a request asks for it."""
         most = rows_at_once(CHUNK_ROWS, some.rows.logits_XV.shape[1])
         for low in range(0, len(some.canvas_T), most):
@@ -290,18 +291,18 @@ class Automata(StepFeature):
                 piece = self._penalised(piece, step)
             yield cut, piece
 
-    def _penalised(self, rows: Rows, step: DenoisingStep) -> Rows:
+    def _penalised(self, rows: Rows, step: Step) -> Rows:
         """Return penalised copies of rows."""
         copies_TV = rows.logits_XV[rows.source_T].to(torch.float32, copy=True)
         if rows.bias is not None:
             bias_MV, row_N = rows.bias
             copies_TV += bias_MV[row_N[rows.slot_T]]
         self.penalties.penalise(copies_TV, rows.slot_T, step.slots_np)
-        index_T = torch.arange(len(copies_TV), device=copies_TV.device)
+        index_T = torch.arange(len(copies_TV), device=self.device)
         return rows._replace(logits_XV=copies_TV, source_T=index_T, bias=None)
 
     def _add_chosen(
-        self, step: DenoisingStep, requests: _Requests, some: _Predicted, path: Path
+        self, step: Step, requests: _Requests, some: _Predicted, path: Path
     ) -> None:
         """Add a chunk of rows whose tokens are chosen."""
         rows, canvas_T, place_T, wanted_T = some
@@ -314,7 +315,7 @@ class Automata(StepFeature):
         else:
             per_request = len(canvas_T) // len(requests.row_np)
             owner_np = np.repeat(requests.row_np, per_request)
-        rows_T = step.num_rows + torch.arange(len(canvas_T), device=canvas_T.device)
+        rows_T = step.new_rows(len(canvas_T))
         chunk = RowChunk(
             rows_T,
             rows.logits_XV,
@@ -326,7 +327,5 @@ class Automata(StepFeature):
             token_T=torch.cat(tokens),
         )
         where = requests.row_G[canvas_T], place_T
-        source_T = torch.where(wanted_T, rows_T, step.source_RC[where])
-        step.source_RC = step.source_RC.index_put(where, source_T)
-        step.num_rows += len(rows_T)
-        step.chunks = [*step.chunks, chunk]
+        source_T = rows_T.where(wanted_T, step.source_RC[where])
+        step.add_rows(chunk, where, source_T)

@@ -41,7 +41,8 @@ class AutomatonTables:
             self._stored.append(None)
             self._users.append(0)
         place = self._stored.index(None)
-        self._stored[place], self._users[place] = (key, automaton), 1
+        self._stored[place] = (key, automaton)
+        self._users[place] = 1
         self._places[key] = place
         needed = np.max([one[1].sizes for one in self._stored if one], axis=0)
         room = np.array(self._sizes)

@@ -21,11 +21,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import ALIGNED_AT_ONCE
 from dllm_plugin.config.request.checks import MAX_WORDS_TOKENS
-from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
-from dllm_plugin.sampling.features.feature import COPIED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.step import Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import COPIED, ReadRows, StepFeature
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
@@ -74,28 +74,29 @@ class WordTable:
         """Copy the words of new requests to the device."""
         if not self._new:
             return
-        most, device = MAX_WORDS_TOKENS, self.device
         if self.tokens_NX is None:
-            shape = (len(self.count_np), most)
-            self.tokens_NX = torch.full(shape, UNUSED, dtype=torch.int32, device=device)
-        rows_np = np.full((len(self._new), most), UNUSED, dtype=np.int32)
+            shape = (len(self.count_np), MAX_WORDS_TOKENS)
+            dtype, device = torch.int32, self.device
+            self.tokens_NX = torch.full(shape, UNUSED, dtype=dtype, device=device)
+        shape = (len(self._new), MAX_WORDS_TOKENS)
+        rows_np = np.full(shape, UNUSED, dtype=np.int32)
         for i, row_np in enumerate(self._new.values()):
             rows_np[i, : len(row_np)] = row_np
-        slots_np = np.array([*self._new], dtype=np.int64)
-        slots = async_tensor_h2d(slots_np, device=device)
-        self.tokens_NX[slots] = async_tensor_h2d(rows_np, device=device)
+        slots = self._upload(np.array([*self._new], dtype=np.int64))
+        self.tokens_NX[slots] = self._upload(rows_np)
         self._new.clear()
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        return async_tensor_h2d(values, device=self.device)
 
     def words_of(self, slots_R: Tensor, slots_np: np.ndarray) -> Tensor:
         """Return the words of some slots, int32 ``[R, W, L]``, UNUSED after their last word."""
         assert self.tokens_NX is not None
-        counts_np = self.count_np[slots_np]
-        lengths_np = self.length_np[slots_np]
-        sizes_np = np.stack([counts_np, lengths_np])
-        sizes = async_tensor_h2d(sizes_np, device=self.device)
-        count_R11, length_R11 = sizes[:, :, None, None]
-        word_W1 = torch.arange(int(counts_np.max()), device=self.device)[:, None]
-        place_L = torch.arange(int(lengths_np.max()), device=self.device)
+        sizes_np = np.stack([self.count_np[slots_np], self.length_np[slots_np]])
+        count_R11, length_R11 = self._upload(sizes_np)[:, :, None, None]
+        most_words, longest = sizes_np.max(axis=1).tolist()
+        word_W1 = torch.arange(most_words, device=self.device)[:, None]
+        place_L = torch.arange(longest, device=self.device)
         index_RWL = word_W1 * length_R11 + place_L
         index_RWL = index_RWL.clamp_max(MAX_WORDS_TOKENS - 1)
         words_RX = self.tokens_NX[slots_R].gather(1, index_RWL.flatten(1))
@@ -159,16 +160,17 @@ class BadWords(StepFeature):
             self._step.append(words)
             tokens_RC = rows.canvas.tokens_RC[which_R]
             source_RC = rows.source_RC[which_R]
-            self._banned.append(self._completing_ids(words, tokens_RC, source_RC))
+            banned = self._completing_ids(words, tokens_RC, source_RC)
+            self._banned.append(banned)
 
     def _groups(self, chosen_np: np.ndarray, slots_np: np.ndarray) -> list[np.ndarray]:
         """Split requests with words into groups that are aligned at once."""
-        slots_np = slots_np[chosen_np]
-        count = int(self.table.count_np[slots_np].max())
-        length = int(self.table.length_np[slots_np].max())
-        one = count * length * (self.num_positions + length - 1)
-        at_once = max(1, ALIGNED_AT_ONCE // one)
-        return np.split(chosen_np, range(at_once, len(chosen_np), at_once))
+        slots_np, table = slots_np[chosen_np], self.table
+        words = int(table.count_np[slots_np].max())
+        length = int(table.length_np[slots_np].max())
+        one = words * length * (self.num_positions + length - 1)
+        most = max(1, ALIGNED_AT_ONCE // one)
+        return np.split(chosen_np, range(most, len(chosen_np), most))
 
     def _tokens_before(self, slots_R: Tensor, count: int) -> Tensor:
         """Return the `count` tokens left of each canvas, int64 ``[R, count]``."""
@@ -182,21 +184,20 @@ class BadWords(StepFeature):
         self, words: StepWords, tokens_RC: Tensor, source_RC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the ids that fill the only hole in a sequence, with the row that predicts it."""
-        words_R1WL = words.words_RWL[:, None]
         window_RA1L, equal, used = _align(words, tokens_RC)
         hole = used & (window_RA1L == self.mask_id)
         if self.method.verifies:
             hole = _last(used)
         single_RAW = (hole.sum(-1) == 1) & ((equal | hole) == used).all(-1)
         place_RAW = hole.to(torch.int8).argmax(dim=-1)
-        words_RAWL = words_R1WL.expand_as(hole)
+        words_RAWL = words.words_RWL[:, None].expand_as(hole)
         token_RAW = words_RAWL.gather(3, place_RAW[..., None])[..., 0]
         # Alignment a, offset k is canvas position a + k - (L - 1).
-        alignment_A1 = torch.arange(hole.shape[1], device=self.device)[:, None]
-        position_RAW = place_RAW + alignment_A1 - (hole.shape[3] - 1)
-        last = source_RC.shape[1] - 1
-        inside_RAW = (position_RAW >= 0) & (position_RAW <= last)
-        row_RX = source_RC.gather(1, position_RAW.clamp(0, last).flatten(1))
+        alignment_A = torch.arange(hole.shape[1], device=self.device)
+        position_RAW = place_RAW + alignment_A[:, None] - (hole.shape[3] - 1)
+        place_RAW = position_RAW.clamp(0, source_RC.shape[1] - 1)
+        inside_RAW = place_RAW == position_RAW
+        row_RX = source_RC.gather(1, place_RAW.flatten(1))
         # An id that completes nothing is replaced by the mask token, which is banned everywhere.
         token_RAW = token_RAW.where(single_RAW & inside_RAW, self.mask_id)
         return row_RX.flatten().to(torch.int32), token_RAW.flatten()
@@ -206,15 +207,16 @@ class BadWords(StepFeature):
         rows_T = chunk.rows_T
         if not len(rows_T):
             return
+        flat_X = logits_TV.view(-1)
+        vocab_size = logits_TV.shape[1]
         for row, token in self._banned:
             local = torch.searchsorted(rows_T, row.to(rows_T.dtype))
             local = local.clamp_max(len(rows_T) - 1)
             # Ids of other rows are replaced by the mask token, which is banned everywhere.
             token = token.where(rows_T[local] == row, self.mask_id)
-            flat = local * logits_TV.shape[1] + token
-            logits_TV.view(-1).index_fill_(0, flat, NEGATIVE_INFINITY)
+            flat_X.index_fill_(0, local * vocab_size + token, -torch.inf)
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Keep the last new position masked of every sequence that the step would complete.
 
         To take back an edit restores the token that was there, which may complete another
@@ -225,14 +227,13 @@ class BadWords(StepFeature):
         for words in self._step:
             which_R = words.which_R
             asked_RC = step.unmask_RC[which_R]
-            tokens_RC = step.canvas.tokens_RC[which_R]
-            token_RC = step.proposal.token_RC[which_R]
-            kept_RC = _kept(words, tokens_RC, token_RC, asked_RC)
-            edits_RC = asked_RC & (tokens_RC != self.mask_id)
+            before_RC = step.canvas.tokens_RC[which_R]
+            texts = words, before_RC, step.proposal.token_RC[which_R]
+            kept_RC = _kept(*texts, asked_RC)
+            edits_RC = asked_RC & (before_RC != self.mask_id)
             reverts_R1 = (edits_RC & ~kept_RC).any(dim=1, keepdim=True)
-            new_RC = asked_RC & ~edits_RC
-            without_RC = _kept(words, tokens_RC, token_RC, new_RC)
-            left_RC = torch.where(reverts_R1, without_RC, kept_RC)
+            without_RC = _kept(*texts, asked_RC & ~edits_RC)
+            left_RC = without_RC.where(reverts_R1, kept_RC)
             step.unmask_RC = step.unmask_RC.index_copy(0, which_R, left_RC)
 
 
@@ -267,15 +268,15 @@ def _kept(
     _, equal, used = _align(words, tokens_RC)
     complete_RAW = (equal == used).all(-1) & used.any(-1)
     length, num_positions = used.shape[3], unmask_RC.shape[1]
-    pad = length - 1
+    pad, device = length - 1, unmask_RC.device
     padded = torch.nn.functional.pad(unmask_RC, (pad, pad))
     new = padded.unfold(1, length, 1)[:, :, None, :]
     new_RAWL = new & used & complete_RAW[..., None]
-    offset_L = torch.arange(1, length + 1, device=unmask_RC.device, dtype=torch.int8)
+    offset_L = torch.arange(1, length + 1, device=device, dtype=torch.int8)
     last_RAW = (new_RAWL * offset_L).amax(dim=-1)
-    take_back_RAL = (last_RAW[..., None] == offset_L).any(dim=2)
+    drops_RAL = (last_RAW[..., None] == offset_L).any(dim=2)
     dropped_RC = torch.zeros_like(padded)
-    stops = take_back_RAL.shape[1]
-    for offset, take_back_RA in enumerate(take_back_RAL.unbind(2)):
-        dropped_RC[:, offset : offset + stops] |= take_back_RA
+    stops = drops_RAL.shape[1]
+    for offset, drops_RA in enumerate(drops_RAL.unbind(2)):
+        dropped_RC[:, offset : offset + stops] |= drops_RA
     return unmask_RC & ~dropped_RC[:, pad : pad + num_positions]

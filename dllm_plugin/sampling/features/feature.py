@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.sampling.step import Emitted, Step
 from dllm_plugin.state.canvas_states import CanvasStates
 from dllm_plugin.state.request_table import SlotTable
 
@@ -27,7 +27,7 @@ ONCE, COPIED, SCORED = range(3)
 
 
 class ReadRows(NamedTuple):
-    """List the canvases whose rows are read; fields as in :class:`DenoisingStep`."""
+    """List the canvases whose rows are read; fields as in :class:`Step`."""
 
     canvas: Canvas
     slots_R: Tensor
@@ -108,10 +108,11 @@ class StepFeature:
 
     # Moments, in the order of a step. They read nothing of the device on the host.
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Prepare a step before its rows are read; may replace canvas, plan and rows."""
-        rows = step.canvas, step.slots_R, step.slots_np, step.source_RC
-        self.start_rows(ReadRows(*rows))
+        source_RC = step.source_RC
+        rows = ReadRows(step.canvas, step.slots_R, step.slots_np, source_RC)
+        self.start_rows(rows)
 
     def start_rows(self, rows: ReadRows) -> None:
         """Prepare to read rows: those of a step, or those that predict first tokens of blocks."""
@@ -126,17 +127,17 @@ class StepFeature:
     def score(self, raw_TV: Tensor, stats: RowStats, chunk: RowChunk) -> None:
         """Score rows once they have a token; may replace tokens in place."""
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Change which positions are unmasked: `step.unmask_RC`, after the policies."""
 
-    def accept(self, step: DenoisingStep) -> None:
+    def accept(self, step: Step) -> None:
         """Change the first token after what a causal forward keeps, before it is committed."""
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Commit what is kept per canvas, before the canvases move on; may change the outcome."""
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Return the results of a batch, after canvases moved on; prefills of it included."""
         return emitted

@@ -15,12 +15,13 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.feature import ReadRows, StepFeature
-from dllm_plugin.sampling.features.grammars import StagedChecks
-from dllm_plugin.sampling.features.logprobs import LogprobStash
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.sampling.step import Emitted, Step
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .feature import ReadRows, StepFeature
+from .grammars import StagedChecks
+from .logprobs import LogprobStash
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -55,7 +56,7 @@ class FirstTokenDecoder(StepFeature):
         """Return True: all requests of such a strategy have first tokens."""
         return True
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Propose a token after each block that a step stored, before the canvases move on."""
         if step.last_row_R is None:
             return  # a causal commit has proposed it with its other rows
@@ -72,34 +73,34 @@ class FirstTokenDecoder(StepFeature):
         step.broken_R = step.broken_R + stats.broken_T * take_R
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Write the proposed tokens, and decide those after prefills."""
         if self._proposed is not None:
             self._write(*self._proposed)
             self._proposed = None
-        first, last = count_canvases(batch), batch.num_reqs
-        num_rows = logits_TV.shape[0] - batch.num_draft_tokens
-        if num_rows != last - first or first == last:
+        prefills = slice(count_canvases(batch), batch.num_reqs)
+        slots_R = batch.idx_mapping[prefills]
+        logits_RV = logits_TV[batch.num_draft_tokens :]
+        if len(logits_RV) != len(slots_R) or not len(slots_R):
             # Nothing was prefilled, or these are rows of a warm-up.
             return emitted
-        logits_RV = logits_TV[batch.num_draft_tokens :]
-        self._decide_after_prefill(logits_RV, batch, emitted.broken_R[first:last])
+        broken_R = self._decide_after_prefill(logits_RV, batch, prefills)
+        emitted.broken_R[prefills] += broken_R
         if self.method.accept is not None and self.checks.payload is not None:
             # The scheduler reads the canvases that its next checks are for.
-            prefilled_R = batch.idx_mapping[first:last]
-            emitted.tokens_RC[first:last] = self.states.canvas_NC[prefilled_R]
+            emitted.tokens_RC[prefills] = self.states.canvas_NC[slots_R]
         return emitted
 
     def _decide_after_prefill(
-        self, logits_RV: Tensor, batch: "InputBatch", broken_R: Tensor
-    ) -> None:
+        self, logits_RV: Tensor, batch: "InputBatch", prefills: slice
+    ) -> Tensor:
         """Decide the first position of requests whose prefill ends at a block's border.
 
-        Adds 1 to `broken_R` of a prefill whose logits are NaN or infinite.
+        Returns 1 for a prefill whose logits are NaN or infinite, else 0, int32 ``[R]``.
         """
-        prefills = slice(count_canvases(batch), batch.num_reqs)
-        slots_R, states = batch.idx_mapping[prefills], self.states
+        slots_R = batch.idx_mapping[prefills]
+        states = self.states
         start_R = states.start_N[slots_R]
         nowhere_R = torch.zeros_like(start_R)
         canvas, _ = states.view(slots_R, nowhere_R)
@@ -110,7 +111,7 @@ class FirstTokenDecoder(StepFeature):
         ends_R = batch.seq_lens[prefills] == start_R
         take_R = is_open_R & ends_R & (states.tail_N[slots_R] == 0)
         self._write(slots_R, stats.token_T, take_R)
-        broken_R += stats.broken_T * take_R
+        return stats.broken_T * take_R
 
     def _rows(
         self, canvas: Canvas, slots_R: Tensor, slots_np: np.ndarray, place_R: Tensor
@@ -168,7 +169,7 @@ class FirstTokenAfterPrompt(FirstTokenDecoder):
         """Return whether a request in these slots has no canvas yet."""
         return StepFeature.active(self, slots_np)
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Leave the requests of a step: they have a canvas."""
         self.users_np[step.slots_np] = False
         self.in_use = bool(self.users_np.any())

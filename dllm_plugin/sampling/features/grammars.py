@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.plan import replaced
 from dllm_plugin.grammar.step import (
@@ -22,11 +21,12 @@ from dllm_plugin.grammar.step import (
     fix_stop,
     take_frontier,
 )
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.features.token_rules import TokenRules
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens, LogitsRows
+from dllm_plugin.sampling.step import Emitted, LogitsRows, Step
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
+
+from .feature import StepFeature
+from .token_rules import TokenRules
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -64,30 +64,33 @@ class StagedChecks(StepFeature):
         self.users_np[self.slots_np] = True
         self.in_use = bool(slots)
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Make canvas and plan fit the grammars, and add a row for each frontier."""
-        checks, mask_id = self._found(step.slots_np), self.mask_id
+        checks, rows = self._found(step.slots_np), self.rows
         assert checks is not None
-        rows, has_row_RC = self.rows, self.rows.has_row(step)
-        causal = self.method.causal_commit
         step.canvas, plan, self._constraint = constrain(
-            step.canvas, step.plan, has_row_RC, checks, mask_id, causal
+            step.canvas,
+            step.plan,
+            rows.has_row(step),
+            checks,
+            self.mask_id,
+            self.method.causal_commit,
         )
         rows.replan(step, plan)
         if not len(rows.sources(step)[0]):
             return
-        row_G, last = checks.row_G, step.canvas.tokens_RC.shape[1] - 1
+        row_G = checks.row_G
         tail_G = step.canvas.tail_R[row_G].to(torch.int64)
-        place_G = (tail_G + checks.front_G).clamp_max(last)
-        is_front_G = self._constraint.front_RC[row_G, place_G]
+        place_G = (tail_G + checks.front_G).clamp_max(self.num_positions - 1)
+        where = row_G, place_G
+        is_front_G = self._constraint.front_RC[where]
         owner_np = self._index(step.slots_np)
         owner_np = owner_np[owner_np != NO_ROW]
-        where = row_G, place_G
         self._add_rows(step, where, checks.allowed_GW, owner_np, is_front_G)
 
     def _add_rows(
         self,
-        step: DenoisingStep,
+        step: Step,
         where: tuple[Tensor, Tensor],
         allowed_XW: Tensor,
         owner_np: np.ndarray,
@@ -101,8 +104,9 @@ class StagedChecks(StepFeature):
             serves_X: bool, its position takes its token from this row; None: all do.
         """
         row_X, place_X = where
-        slot_X, source_X = step.slots_R[row_X], step.source_RC[where]
-        rows_X = step.num_rows + torch.arange(len(row_X), device=row_X.device)
+        slot_X = step.slots_R[row_X]
+        source_X = step.source_RC[where]
+        rows_X = step.new_rows(len(row_X))
         chunk = RowChunk(
             rows_X,
             self.rows.gather(step, source_X, slot_X),
@@ -114,12 +118,10 @@ class StagedChecks(StepFeature):
             owner_np,
         )
         if serves_X is not None:
-            rows_X = torch.where(serves_X, rows_X, source_X)
-        step.source_RC = step.source_RC.index_put(where, rows_X)
-        step.num_rows += len(row_X)
-        step.chunks = [*step.chunks, chunk]
+            rows_X = rows_X.where(serves_X, source_X)
+        step.add_rows(chunk, where, rows_X)
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Drop drafts after the frontier, and unmask the frontier if it has to be decided."""
         constraint = self._constraint
         assert constraint is not None
@@ -128,8 +130,8 @@ class StagedChecks(StepFeature):
         step.plan = fix_stop(constraint, step.plan, step.unmask_RC, is_stop_RC)
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Write known ids to the canvases of prefilled requests."""
         prefills = slice(count_canvases(batch), batch.num_reqs)
         self.write_prefilled(batch.idx_mapping_np[prefills])
@@ -137,7 +139,7 @@ class StagedChecks(StepFeature):
 
     def _index(self, slots_np: np.ndarray) -> np.ndarray:
         """Return the place in a batch of each request with checks, NO_ROW if it has none."""
-        row_N = np.full(len(self.states.open_N), NO_ROW, dtype=np.int64)
+        row_N = np.full(self.num_slots, NO_ROW, dtype=np.int64)
         row_N[slots_np] = np.arange(len(slots_np))
         return row_N[self.slots_np]
 
@@ -151,14 +153,13 @@ class StagedChecks(StepFeature):
         if not here.any():
             return None
         columns = index[:, None], payload.numbers_GN, payload.known_GK
-        whole = np.concatenate(columns, axis=1)[here]
-        staged = async_tensor_h2d(whole, device=self.states.device)
-        row_G, settled_G, front_G, *numbers = staged[:, : 1 + NUM_NUMBERS].unbind(1)
-        known_GK = staged[:, 1 + NUM_NUMBERS :]
+        staged = self.upload(np.concatenate(columns, axis=1)[here])
+        count = 1 + NUM_NUMBERS
+        row_G, settled_G, front_G, *numbers = staged[:, :count].unbind(1)
+        known_GK = staged[:, count:]
         flags = [number_G > 0 for number_G in numbers]
-        allowed_np = payload.allowed_GW[here]
-        allowed_GW = async_tensor_h2d(allowed_np, device=self.states.device)
-        return Checks._make((row_G, known_GK, settled_G, front_G, *flags, allowed_GW))
+        allowed_GW = self.upload(payload.allowed_GW[here])
+        return Checks(row_G, known_GK, settled_G, front_G, *flags, allowed_GW)
 
     def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:
         """Return which ids may be first tokens, int32 ``[R, W]``; None if any may.
@@ -170,7 +171,7 @@ class StagedChecks(StepFeature):
         if checks is None:
             return None
         row_G = checks.row_G
-        slots = async_tensor_h2d(slots_np, device=place_R.device)[row_G]
+        slots = self.upload(slots_np)[row_G]
         front_G = self.states.tail_N[slots].to(torch.int64) + checks.front_G
         is_front_G = (front_G == place_R[row_G]) & checks.chooses_G
         allowed_GW = torch.where(is_front_G[:, None], checks.allowed_GW, -1)
@@ -182,15 +183,15 @@ class StagedChecks(StepFeature):
         checks = self._found(slots_np)
         if checks is None:
             return
-        canvas_NC, tail_N = self.states.canvas_NC, self.states.tail_N
-        slots_G = async_tensor_h2d(slots_np, device=canvas_NC.device)[checks.row_G]
-        position_C = torch.arange(canvas_NC.shape[1], device=canvas_NC.device)
-        place_GC = position_C - tail_N[slots_G].to(torch.int64)[:, None]
-        known_GC = checks.known_at(place_GC)
+        canvas_NC = self.states.canvas_NC
+        tail_N = self.states.tail_N
+        slots_G = self.upload(slots_np)[checks.row_G]
+        tail_G1 = tail_N[slots_G].to(torch.int64)[:, None]
+        known_GC = checks.known_at(self.position_C - tail_G1)
         tokens_GC = canvas_NC[slots_G]
         write_GC = (tokens_GC == self.mask_id) & (known_GC != NO_ID)
         write_GC &= checks.writes_G[:, None]
-        canvas_NC[slots_G] = torch.where(write_GC, known_GC, tokens_GC)
+        canvas_NC[slots_G] = known_GC.where(write_GC, tokens_GC)
 
 
 class VerifiedRows(StagedChecks):
@@ -199,7 +200,7 @@ class VerifiedRows(StagedChecks):
     payload: RowsPayload | None  # type: ignore[assignment]
     _decided: tuple[Tensor, Tensor, Tensor]
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Add a restricted row for each place that a grammar knows."""
         self._decided = self._decisions(step.slots_np)
         owner_np, keep_np = self._owners(step.slots_np)
@@ -208,14 +209,15 @@ class VerifiedRows(StagedChecks):
         row_X, place_X, allowed_XW = self._rows(owner_np, keep_np)
         self._add_rows(step, (row_X, place_X), allowed_XW, owner_np)
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Refuse the draft after the settled ids."""
         row_G, settled_G, _ = self._decided
         canvas = step.canvas
         tokens_GC = canvas.tokens_RC[row_G]
-        position_C = torch.arange(tokens_GC.shape[1], device=row_G.device)
+        position_C = self.position_C
         refused_GC = (position_C == settled_G[:, None]) & (position_C > 0)
-        refused_GC &= (tokens_GC != self.mask_id) & ~canvas.ended_R[row_G][:, None]
+        refused_GC &= tokens_GC != self.mask_id
+        refused_GC &= ~canvas.ended_R[row_G][:, None]
         if self.method.causal_commit:
             # Nothing is verified by the forward that drafts.
             refused_GC &= (step.plan.num_stored_R[row_G] > 0)[:, None]
@@ -223,7 +225,7 @@ class VerifiedRows(StagedChecks):
         tokens_RC = canvas.tokens_RC.index_copy(0, row_G, tokens_GC)
         step.canvas = canvas._replace(tokens_RC=tokens_RC)
 
-    def accept(self, step: DenoisingStep) -> None:
+    def accept(self, step: Step) -> None:
         """Take nothing of a step whose first id is not settled; replace that id."""
         row_G, settled_G, forced_G = self._decided
         canvas, plan = step.canvas, step.plan
@@ -243,8 +245,8 @@ class VerifiedRows(StagedChecks):
         step.unmask_RC = step.unmask_RC & ~void_R[:, None]
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Write nothing: a grammar restricts the first token of a text, too."""
         return emitted
 
@@ -271,11 +273,10 @@ class VerifiedRows(StagedChecks):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return place in the batch, canvas position and allowed ids of rows, on the device."""
         assert self.payload is not None
-        device = self.states.device
-        staged = np.stack([owner_np, self.payload.place_X[keep_np]])
-        row_X, place_X = async_tensor_h2d(staged, device=device)
-        allowed_np = self.payload.allowed_XW[keep_np]
-        return row_X, place_X, async_tensor_h2d(allowed_np, device=device)
+        payload = self.payload
+        staged = np.stack([owner_np, payload.place_X[keep_np]])
+        row_X, place_X = self.upload(staged)
+        return row_X, place_X, self.upload(payload.allowed_XW[keep_np])
 
     def _decisions(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Return row, settled count and forced id of the step's requests, on the device."""
@@ -284,5 +285,5 @@ class VerifiedRows(StagedChecks):
         row_np = self._index(slots_np)
         columns = np.stack([row_np, payload.settled_G, payload.forced_G])
         staged = columns[:, row_np != NO_ROW]
-        row_G, settled_G, forced_G = async_tensor_h2d(staged, device=self.states.device)
+        row_G, settled_G, forced_G = self.upload(staged)
         return row_G, settled_G, forced_G

@@ -15,10 +15,11 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.feature import SCORED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows
-from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs
+from dllm_plugin.sampling.step import EmittedLogprobs, Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import SCORED, ReadRows, StepFeature
 
 
 class LogprobStash(StepFeature):
@@ -33,7 +34,8 @@ class LogprobStash(StepFeature):
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
         super().__init__(states)
-        most, vocab_size = model_config.max_logprobs, model_config.get_vocab_size()
+        most = model_config.max_logprobs
+        vocab_size = model_config.get_vocab_size()
         self.max_logprobs = min(most, vocab_size)
         self.num_logprobs_np = np.full(self.num_slots, -1, dtype=np.int64)
         self.tables: tuple[Tensor, Tensor, Tensor] | None = None
@@ -49,7 +51,8 @@ class LogprobStash(StepFeature):
             return False
         self.num_logprobs_np[slot] = most if wanted < 0 else wanted
         if self.tables is None:
-            length, zeros = self.num_positions, self.states.zeros
+            length = self.num_positions
+            zeros = self.states.zeros
             self.tables = (
                 zeros(torch.int32, length, most + 1),
                 zeros(torch.float32, length, most + 1),
@@ -79,7 +82,7 @@ class LogprobStash(StepFeature):
         self._scored.append((ids_TK, values_TK, rank_T))
         self._rows.append(rows_T)
 
-    def _score_canvases(self, step: DenoisingStep, asks_R: Tensor) -> Tensor:
+    def _score_canvases(self, step: Step, asks_R: Tensor) -> Tensor:
         """Score the tokens of canvases; return the place of each score, int64 ``[R, C]``."""
         low_R = step.drafts_R.cumsum(0) - step.drafts_R
         last_R1 = step.drafts_R[asks_R, None] - 1
@@ -94,7 +97,7 @@ class LogprobStash(StepFeature):
             self._score(logits_TV[source_T], token_T, place_T)
         return place_RC.view_as(source_RC)
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Store what was unmasked, emit `step.logprobs`, and move on with the canvas.
 
         The result has rows for all canvas positions of the requests that asked; a request's rows
@@ -104,11 +107,14 @@ class LogprobStash(StepFeature):
         length = self.num_positions
         asks_np = np.flatnonzero(self.num_logprobs_np[step.slots_np] >= 0)
         asks_R = self.upload(asks_np)
-        source_RC, slots_R = step.source_RC[asks_R], step.slots_R[asks_R]
-        unmask_RC, num_rows = step.outcome.unmask_RC[asks_R], step.num_rows
+        source_RC = step.source_RC[asks_R]
+        slots_R = step.slots_R[asks_R]
+        unmask_RC = step.outcome.unmask_RC[asks_R]
+        num_rows = step.num_rows
         if self.method.inserts:
             source_RC = self._score_canvases(step, asks_R)
-            unmask_RC, num_rows = torch.ones_like(unmask_RC), source_RC.numel()
+            unmask_RC = torch.ones_like(unmask_RC)
+            num_rows = source_RC.numel()
         emit_RC = step.emit_RC[asks_R]
         moved_R = step.outcome.num_committed_R[asks_R]
         next_RC = self.position_C + moved_R.to(torch.int64)[:, None]
@@ -142,7 +148,8 @@ class LogprobStash(StepFeature):
         slots_R, take_R = slots_R[rows_T], take_R[rows_T]
         scored = zip(*self._scored, strict=True)
         for table, pieces in zip(self._used_tables(), scored, strict=True):
-            values, before = torch.cat(pieces), table[slots_R, 0]
+            values = torch.cat(pieces)
+            before = table[slots_R, 0]
             now = values.where(_like(take_R, values), before)
             table[slots_R, 0] = now
         self._scored, self._rows = [], []

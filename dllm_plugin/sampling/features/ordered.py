@@ -10,23 +10,21 @@ import numpy as np
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.sampling.features.automata import Automata
-from dllm_plugin.sampling.features.bad_words import BadWords
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.features.first_token import (
-    FirstTokenAfterPrompt,
-    FirstTokenDecoder,
-)
-from dllm_plugin.sampling.features.grammars import StagedChecks, VerifiedRows
-from dllm_plugin.sampling.features.logprobs import LogprobStash
-from dllm_plugin.sampling.features.penalties import Penalties
-from dllm_plugin.sampling.features.structure import StructureEdits
-from dllm_plugin.sampling.features.templates import Targets, TemplateSteps
-from dllm_plugin.sampling.features.thinking import ThinkingBudget
-from dllm_plugin.sampling.features.watched_rows import WatchedRows
 from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.step import LogitsRows
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .automata import Automata
+from .bad_words import BadWords
+from .feature import StepFeature
+from .first_token import FirstTokenAfterPrompt, FirstTokenDecoder
+from .grammars import StagedChecks, VerifiedRows
+from .logprobs import LogprobStash
+from .penalties import Penalties
+from .structure import StructureEdits
+from .templates import Targets, TemplateSteps
+from .thinking import ThinkingBudget
+from .watched_rows import WatchedRows
 
 
 class StepFeatures:

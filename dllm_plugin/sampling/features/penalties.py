@@ -19,10 +19,11 @@ from vllm._custom_ops import apply_repetition_penalties
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.memory import COUNTED_AT_ONCE
-from dllm_plugin.sampling.features.feature import COPIED, ReadRows, StepFeature
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.step import Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import COPIED, ReadRows, StepFeature
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
@@ -75,7 +76,7 @@ class Penalties(StepFeature):
         """Free the slot's penalties."""
         self.numbers.write((..., slot), NEUTRAL)
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Count the texts as they are before the step."""
         self._longest = int(step.before_np.max())
         super().start_step(step)
@@ -83,11 +84,12 @@ class Penalties(StepFeature):
     def start_rows(self, rows: ReadRows) -> None:
         """Count the tokens before these canvases, and those that are decided on them."""
         assert self.prompt_NV is not None and self.count_NV is not None
-        states, req_states = self.states, self.req_states
+        states, known = self.states, self.req_states
         places_np = np.flatnonzero(self.users_np[rows.slots_np])
         users_np = rows.slots_np[places_np]
-        staged = np.stack([places_np, states.requests.prompt_len_np[users_np]])
-        places_U, prompt_len_U = self.upload(staged)
+        prompt_len_np = states.requests.prompt_len_np[users_np]
+        staged = self.upload(np.stack([places_np, prompt_len_np]))
+        places_U, prompt_len_U = staged
         slots_U = rows.slots_R[places_U]
         self.prompt_NV.index_fill_(0, slots_U, False)
         self.count_NV.index_fill_(0, slots_U, 0)
@@ -95,8 +97,8 @@ class Penalties(StepFeature):
         start_U1 = states.start_N[slots_U][:, None]
         has_given = bool(states.templates.has_np[users_np].any())
         # A resumed request is prefilled with what it had decided.
-        prefill_len = int(req_states.prefill_len.np[users_np].max())
-        stored = req_states.all_token_ids.gpu
+        prefill_len = int(known.prefill_len.np[users_np].max())
+        stored = known.all_token_ids.gpu
         # vLLM's warm-up states canvases beyond the context.
         longest = min(max(self._longest, prefill_len), stored.shape[1])
         at_once = max(1, COUNTED_AT_ONCE // len(users_np))
@@ -124,13 +126,13 @@ class Penalties(StepFeature):
             has_given: one of the requests has a template.
         """
         assert self.prompt_NV is not None and self.count_NV is not None
-        vocab_size, mask_id = self.vocab_size, self.mask_id
+        most, mask_id = self.vocab_size, self.mask_id
         is_prompt_UX = place_UX < 0
         if has_given:
             is_prompt_UX |= self.states.templates.given(slots_U, place_UX)
         # The mask token, which is banned everywhere, stands for what does not count.
-        tokens_UX = tokens_UX.where(tokens_UX < vocab_size, mask_id)
-        row_U1 = slots_U[:, None] * vocab_size
+        tokens_UX = tokens_UX.where(tokens_UX < most, mask_id)
+        row_U1 = slots_U[:, None] * most
         index_UX = row_U1 + tokens_UX.where(is_prompt_UX, mask_id)
         self.prompt_NV.view(-1).index_fill_(0, index_UX.flatten(), True)
         index_UX = row_U1 + tokens_UX.masked_fill(is_prompt_UX, mask_id)

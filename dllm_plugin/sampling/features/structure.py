@@ -23,10 +23,11 @@ from dllm_plugin.decoding.structure import (
     take_round,
 )
 from dllm_plugin.kernels.best_token import best_token, best_token_reference
-from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.proposer import Proposer
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.step import Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import StepFeature
 
 HASH_SEED = 22  # the factors of hashes: the same in every process
 
@@ -42,7 +43,8 @@ class StructureEdits(StepFeature):
         """Make the tables."""
         super().__init__(states)
         self.proposer = proposer
-        length, zeros = states.config.block_length, states.zeros
+        length = states.config.block_length
+        zeros = states.zeros
         self.tables = Rounds(
             zeros(torch.int64),
             zeros(torch.int64),
@@ -70,7 +72,7 @@ class StructureEdits(StepFeature):
     def _of(self, slots_R: Tensor) -> Rounds:
         return Rounds(*[table[slots_R] for table in self.tables])
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Plan the round."""
         rounds = self._of(step.slots_R)
         plan = plan_round(step.canvas, step.plan, rounds, self.mask_id)
@@ -86,16 +88,18 @@ class StructureEdits(StepFeature):
             return other
         return torch.where(stays_R.view(-1, *[1] * (one.dim() - 1)), one, other)
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Take the round: what is unmasked is what it changes."""
-        requests, slots_R = self.states.requests, step.slots_R
+        requests = self.states.requests
+        slots_R = step.slots_R
         slots_np, proposer = step.slots_np, self.proposer
         samples = proposer.sampling_states.temperature.np[slots_np].any()
         if samples or proposer.way_np[slots_np].any():
             self._edit_greedily(step)
         steps_R = requests.steps.gpu[slots_R].to(torch.int64)
         post_R = requests.number("max_post_steps", slots_R).to(torch.int64)
-        active_RS, token_RC = step.plan.active_RS, step.proposal.token_RC
+        active_RS = step.plan.active_RS
+        token_RC = step.proposal.token_RC
         moves_RS = self._where_stays(torch.zeros_like(active_RS), active_RS)
         plan, proposal, unmask_RC, self._rounds = take_round(
             step.canvas,
@@ -111,17 +115,20 @@ class StructureEdits(StepFeature):
         step.proposal = proposal._replace(token_RC=token_RC)
         step.unmask_RC = self._where_stays(step.unmask_RC, unmask_RC)
 
-    def _edit_greedily(self, step: DenoisingStep) -> None:
+    def _edit_greedily(self, step: Step) -> None:
         """Decide edits by the best tokens, whatever samples and penalises the masks."""
         chunk = step.chunks[0]  # the rows that grammars add come after it
         stats = self.proposer.greedy(chunk, step.slots_np)
         rows_T = chunk.rows_T
         token_T = torch.zeros(step.num_rows, dtype=torch.int64, device=rows_T.device)
         sure_T = torch.zeros(step.num_rows, device=rows_T.device)
-        token_T[rows_T], sure_T[rows_T] = stats.token_T, stats.confidence_T
-        edits_RC, source_RC = step.plan.editable_RC, step.source_RC
+        token_T[rows_T] = stats.token_T
+        sure_T[rows_T] = stats.confidence_T
+        edits_RC = step.plan.editable_RC
+        source_RC = step.source_RC
         edits_RC = self._where_stays(torch.zeros_like(edits_RC), edits_RC)
-        token_RC, sure_RC = token_T[source_RC], sure_T[source_RC]
+        token_RC = token_T[source_RC]
+        sure_RC = sure_T[source_RC]
         drawn = step.proposal
         step.proposal = drawn._replace(
             token_RC=token_RC.where(edits_RC, drawn.token_RC),
@@ -131,17 +138,18 @@ class StructureEdits(StepFeature):
         decided = (step.plan, step.canvas, step.proposal, settings)
         step.unmask_RC = self._where_stays(step.unmask_RC, round_threshold(*decided))
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Store the rounds, before the canvases move on."""
         assert self._rounds is not None
         for table, rows in zip(self.tables, self._rounds, strict=True):
             table[step.slots_R] = rows
         self._rounds = None
 
-    def _tokens(self, step: DenoisingStep) -> Tokens:
+    def _tokens(self, step: Step) -> Tokens:
         """Return the ids of the round's tokens, and what finds the next best ones."""
         on_cpu = self.states.device.type == "cpu"
-        config, logits_TV = self.states.config, step.chunks[0].logits_XV
+        config = self.states.config
+        logits_TV = step.chunks[0].logits_XV
         find = best_token_reference if on_cpu else best_token
         rules = self.proposer.rules
         biases = rules.biases(step.slots_np)

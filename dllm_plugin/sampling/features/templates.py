@@ -14,10 +14,11 @@ from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.decoding.full_attention import commit_given, without_given
 from dllm_plugin.kernels.confidence.reference import RowStats
-from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
-from dllm_plugin.sampling.step import DenoisingStep
+from dllm_plugin.sampling.step import Step
 from dllm_plugin.state.request_table import SlotTable
+
+from .feature import StepFeature
 
 NO_TARGET = -1
 
@@ -29,13 +30,13 @@ class TemplateSteps(StepFeature):
         """Return whether the request has a template."""
         return arguments_of(self.states.config, params).template is not None
 
-    def start_step(self, step: DenoisingStep) -> None:
+    def start_step(self, step: Step) -> None:
         """Find given positions, and subtract them from the blocks that policies see."""
         step.given_RC = self.states.given(step.slots_R)
         counted = without_given(step.plan, step.canvas, step.given_RC)
         step.plan, step.policy_canvas = counted
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Commit blocks that are given as a whole."""
         decided = step.canvas, step.outcome, step.tokens_RC
         step.outcome = commit_given(*decided, step.remaining_R, self.mask_id)
@@ -78,7 +79,7 @@ class Targets(StepFeature):
         stats.token_T.copy_(target_T.where(has_T, stats.token_T))
         stats.confidence_T.masked_fill_(has_T, 1.0)
 
-    def restrict(self, step: DenoisingStep) -> None:
+    def restrict(self, step: Step) -> None:
         """Unmask every position with a target."""
         assert self.targets is not None
         has_RC = self.targets.gpu[step.slots_R] != NO_TARGET

@@ -10,9 +10,10 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.request.parsing import arguments_of
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.step import DenoisingStep, EmittedTokens
+from dllm_plugin.sampling.step import Emitted, Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import StepFeature
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -38,7 +39,8 @@ class ThinkingBudget(StepFeature):
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage the budget of a request."""
         asked = arguments_of(self.states.config, params)
-        budget, token = asked.max_thinking_tokens, asked.end_think_token_id
+        budget = asked.max_thinking_tokens
+        token = asked.end_think_token_id
         if budget is None or token is None:
             return False
         self.token.write(slot, token)
@@ -49,7 +51,7 @@ class ThinkingBudget(StepFeature):
         """Free the budget of a slot."""
         self.token.write(slot, NO_TOKEN)
 
-    def accept(self, step: DenoisingStep) -> None:
+    def accept(self, step: Step) -> None:
         """Replace the first token of the next block if the budget is spent there."""
         slots_R, plan = step.slots_R, step.plan
         kept_R = plan.num_committed_R.to(torch.int64)
@@ -64,8 +66,8 @@ class ThinkingBudget(StepFeature):
         step.proposal = step.proposal._replace(token_RC=token_RC)
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Write the token into the blocks in which budgets are spent."""
         slots_R = batch.idx_mapping[: batch.num_reqs]
         states = self.states
@@ -76,7 +78,8 @@ class ThinkingBudget(StepFeature):
             most_R = torch.ones_like(most_R)
         writes_R = place_R < most_R
         where = slots_R, place_R.clamp_max(self.num_positions - 1)
-        before_R, token_R = states.canvas_NC[where], self.token.gpu[slots_R]
+        before_R = states.canvas_NC[where]
+        token_R = self.token.gpu[slots_R]
         states.canvas_NC[where] = token_R.where(writes_R, before_R)
         return emitted
 
@@ -84,6 +87,6 @@ class ThinkingBudget(StepFeature):
         """Return how many positions after `start` budgets end; the context if they do not."""
         origin_R = self.states.requests.origin.gpu[slots_R]
         left_R = self.budget.gpu[slots_R] - (start_R - origin_R)
-        place_R = left_R.clamp_min(0)
-        has_R = (self.token.gpu[slots_R] != NO_TOKEN) & ~self.ended_N[slots_R]
-        return place_R.where(has_R, self.states.max_model_len)
+        has_R = self.token.gpu[slots_R] != NO_TOKEN
+        has_R &= ~self.ended_N[slots_R]
+        return left_R.clamp_min(0).where(has_R, self.states.max_model_len)

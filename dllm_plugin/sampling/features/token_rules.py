@@ -12,11 +12,11 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.decode import has_grammar
-from dllm_plugin.kernels.confidence.reference import NEGATIVE_INFINITY
-from dllm_plugin.sampling.features.bad_words import UNUSED
-from dllm_plugin.sampling.features.feature import StepFeature
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .bad_words import UNUSED
+from .feature import StepFeature
 
 # What admission lets pass, EOS and the family's end-of-turn tokens.
 MAX_STOPS = 136
@@ -87,13 +87,13 @@ class TokenRules(StepFeature):
             return None
         bias_V = torch.zeros(self.vocab_size, dtype=torch.float32)
         if params.allowed_token_ids:
-            bias_V.fill_(NEGATIVE_INFINITY)
+            bias_V.fill_(-torch.inf)
             bias_V[list(params.allowed_token_ids)] = 0.0
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias))
             added = list(params.logit_bias.values())
             bias_V[ids] += torch.tensor(added, dtype=torch.float32)
-        bias_V[banned] = NEGATIVE_INFINITY
+        bias_V[banned] = -torch.inf
         return bias_V
 
     def apply_staged_writes(self) -> None:
@@ -115,7 +115,7 @@ class TokenRules(StepFeature):
         mask_id, biases = self.mask_id, self.biases(slots_np)
         if biases is not None:
             logits_TV += biases[0][biases[1][chunk.slot_T]]
-        logits_TV[:, mask_id] = NEGATIVE_INFINITY
+        logits_TV[:, mask_id] = -torch.inf
         if self.uses_min_tokens(slots_np):
             self.ban_early_stops(logits_TV, None, chunk)
 
@@ -150,15 +150,14 @@ class TokenRules(StepFeature):
         stop_TK = torch.where(only_early_TK, EARLY_ONLY - stop_TK, stop_TK)
         # An id that is not banned is replaced by the mask token, which is banned everywhere.
         stop_TK = stop_TK.where(early_TK, self.mask_id)
-        banned = logits_XV.new_full((), NEGATIVE_INFINITY)
+        banned = logits_XV.new_full((), -torch.inf)
         row_T1 = source_T.to(torch.int64)[:, None]
         logits_XV.index_put_((row_T1, stop_TK), banned)
 
     def is_stop(self, tokens_RC: Tensor, slots_R: Tensor) -> Tensor:
         """Return the positions whose token ends the request, bool ``[R, C]``."""
-        stop_RK = self.stop.gpu[slots_R]
-        is_stop_RCK = tokens_RC[:, :, None] == stop_RK[:, None, :]
-        return is_stop_RCK.any(dim=-1)
+        stop_R1K = self.stop.gpu[slots_R][:, None, :]
+        return (tokens_RC[:, :, None] == stop_R1K).any(dim=-1)
 
 
 class EosBans:
@@ -217,4 +216,4 @@ class EosBans:
         if among_T is not None:
             rows_T &= among_T
         for i in ids:
-            logits_TV[:, i].masked_fill_(rows_T, NEGATIVE_INFINITY)
+            logits_TV[:, i].masked_fill_(rows_T, -torch.inf)

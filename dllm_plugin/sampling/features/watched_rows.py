@@ -15,9 +15,10 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.carriers import NO_TOKEN
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.worker_carriers import pack_canvas_rows
-from dllm_plugin.sampling.features.feature import StepFeature
-from dllm_plugin.sampling.step import DenoisingStep, EmittedLogprobs, EmittedTokens
+from dllm_plugin.sampling.step import Emitted, EmittedLogprobs, Step
 from dllm_plugin.state.canvas_states import CanvasStates
+
+from .feature import StepFeature
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -44,37 +45,37 @@ class WatchedRows(StepFeature):
             self.states.companions.append(self.confidence_NC)
         return True
 
-    def commit(self, step: DenoisingStep) -> None:
+    def commit(self, step: Step) -> None:
         """Store the step's confidences, list what is decided, and move on with the canvas."""
         assert self.confidence_NC is not None
         length, outcome = self.num_positions, step.outcome
-        places_np = np.flatnonzero(self.users_np[step.slots_np])
-        places_W = self.upload(places_np)
-        slots_W = step.slots_R[places_W]
-        taken_WC = outcome.unmask_RC[places_W]
-        sure_WC = step.proposal.confidence_RC[places_W]
+        which_np = np.flatnonzero(self.users_np[step.slots_np])
+        which_W = self.upload(which_np)
+        slots_W = step.slots_R[which_W]
+        taken_WC = outcome.unmask_RC[which_W]
+        sure_WC = step.proposal.confidence_RC[which_W]
         now_WC = sure_WC.where(taken_WC, self.confidence_NC[slots_W])
-        moved_W1 = outcome.num_committed_R[places_W].to(torch.int64)[:, None]
-        from_WC = self.position_C + moved_W1
+        moved_W = outcome.num_committed_R[which_W].to(torch.int64)
+        from_WC = self.position_C + moved_W[:, None]
         moved_WC = now_WC.gather(1, from_WC.clamp_max(length - 1))
         moved_WC = moved_WC.masked_fill(from_WC >= length, 0.0)
         self.confidence_NC[slots_W] = moved_WC
         # In the order in which they are emitted: after the part that belongs to the prompt.
-        emit_WC = step.emit_RC[places_W]
-        ids_WC = step.tokens_RC[places_W].gather(1, emit_WC)
-        tail_W1 = step.canvas.tail_R[places_W][:, None]
+        emit_WC = step.emit_RC[which_W]
+        ids_WC = step.tokens_RC[which_W].gather(1, emit_WC)
+        tail_W1 = step.canvas.tail_R[which_W][:, None]
         no_token_WC = self.position_C + tail_W1 >= length
         no_token_WC |= ids_WC == self.mask_id
         self._rows = (
             ids_WC.masked_fill(no_token_WC, NO_TOKEN),
             now_WC.gather(1, emit_WC),
             taken_WC.gather(1, emit_WC),
-            step.index_R[places_W],
+            step.index_R[which_W],
         )
 
     def finish_batch(
-        self, logits_TV: Tensor, batch: "InputBatch", emitted: EmittedTokens
-    ) -> EmittedTokens:
+        self, logits_TV: Tensor, batch: "InputBatch", emitted: Emitted
+    ) -> Emitted:
         """Append the rows of watched requests to the log-probabilities."""
         if self._rows is None:
             return emitted
@@ -82,6 +83,7 @@ class WatchedRows(StepFeature):
         before, columns = emitted.logprobs, None
         offsets = [0] * (batch.num_reqs + 1)
         if before is not None:
-            columns, offsets = before[:3], before.cu_num_generated_tokens
+            columns = before[:3]
+            offsets = before.cu_num_generated_tokens
         logprobs = EmittedLogprobs(*pack_canvas_rows(columns, *rows), offsets)
         return emitted._replace(logprobs=logprobs)
