@@ -86,7 +86,7 @@ class FirstTokenDecoder(StepFeature):
             # Nothing was prefilled, or these are rows of a warm-up.
             return emitted
         broken_R = self._decide_after_prefill(logits_RV, batch, prefills)
-        emitted.broken_R[prefills] += broken_R
+        emitted.broken_R[prefills].add_(broken_R)
         if self.method.accept is not None and self.checks.payload is not None:
             # The scheduler reads the canvases that its next checks are for.
             emitted.tokens_RC[prefills] = self.states.canvas_NC[slots_R]
