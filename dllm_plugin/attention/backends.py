@@ -167,7 +167,8 @@ def set_graph_backend(vllm_config: VllmConfig) -> None:
     if mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
         return
     attention = vllm_config.attention_config
-    asked, version = attention.backend, flash_version(vllm_config)
+    asked = attention.backend
+    version = flash_version(vllm_config)
     attention.backend = backend_under_full_graphs(vllm_config, version)
     if asked is None:
         logger.info(

@@ -165,7 +165,8 @@ class CascadeBuffers:
         canvases = batch.num_reqs
         padded = count // self.sequences_per_request
         torch.sub(batch.seq_lens[:canvases], length, out=self.context[:canvases])
-        keys, request = self.keys[:count], self.request[:count]
+        keys = self.keys[:count]
+        request = self.request[:count]
         suffix = CanvasSuffix(start_loc, keys, request, length)
         starts_np = batch.query_start_loc_np[: padded + 1]
         return build_attn_metadata(

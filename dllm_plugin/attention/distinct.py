@@ -283,7 +283,8 @@ class SpanBuffers:
             segments: int32 ``[B + 1]``, first token of each; int32 ``[B]``, number of keys that
                 each sees. Segments may be empty.
         """
-        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        num_reqs = batch.num_reqs
+        num_tokens = batch.num_tokens
         if is_full:
             num_reqs = batch.num_reqs_after_padding
             num_tokens = batch.num_tokens_after_padding

@@ -42,7 +42,8 @@ def floating_sequences(
     if canvases < batch.num_reqs:
         parts.append(without_empty(prefills(batch, states, canvases)))
     found = upload(batch, states, joined(parts), block_tables)
-    starts, count = found.query_start_loc, canvases * per_canvas
+    starts = found.query_start_loc
+    count = canvases * per_canvas
     if canvases:
         _lay_out(batch, states, canvases, starts[: count + 1], found.seq_lens[:count])
     on_host = found.query_start_loc_cpu

@@ -110,7 +110,8 @@ def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences
     slots = batch.idx_mapping_np[rest]
     spans = np.diff(batch.query_start_loc_np[first : batch.num_reqs + 1])
     starts = batch.num_computed_tokens_np[rest].astype(np.int64)
-    ends, origin = starts + spans, states.requests.origin.np[slots]
+    ends = starts + spans
+    origin = states.requests.origin.np[slots]
     is_prefill = batch.is_prefilling_np[rest]
     # Warm-up steps also run requests that are neither prefills nor canvases: one segment. So are
     # prompts whose attention is causal.

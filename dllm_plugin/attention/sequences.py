@@ -88,7 +88,8 @@ def _full_attention_sequences(
     batch: "InputBatch", states: CanvasStates, spans: np.ndarray
 ) -> Sequences:
     """List one sequence per request, which sees its whole canvas, computed now or before."""
-    num_reqs, canvases = batch.num_reqs, count_canvases(batch)
+    num_reqs = batch.num_reqs
+    canvases = count_canvases(batch)
     span_stops = batch.num_computed_tokens_np[:num_reqs].astype(np.int64) + spans
     stops = span_stops.copy()
     if canvases:

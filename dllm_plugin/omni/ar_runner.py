@@ -66,7 +66,8 @@ class StepRows(AsyncModelRunnerOutput):
 
     def deliver(self, output: Any) -> Any:
         """Write the rows to send into `output.pooler_output`, without those of rejected drafts."""
-        output.pooler_output, first = [None] * len(self.owners), 0
+        output.pooler_output = [None] * len(self.owners)
+        first = 0
         for i, (life, length, drafts) in enumerate(self.owners):
             if life is not None:
                 count = len(output.sampled_token_ids[i])
@@ -91,7 +92,8 @@ def chosen_layers(config: VllmConfig) -> list[int] | None:
 
 def check_generation(config: VllmConfig) -> None:
     """Raise ValueError with one sentence for settings that do not go with hidden states."""
-    model, parallel = config.model_config, config.parallel_config
+    model = config.model_config
+    parallel = config.parallel_config
     transfer = config.kv_transfer_config
     policy = transfer and transfer.kv_load_failure_policy
     layers = chosen_layers(config) or []

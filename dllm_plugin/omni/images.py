@@ -99,7 +99,8 @@ def check_request(request: Any, config: VllmConfig, entry: str = "") -> None:
 
 def picture(pixels: Any, encoded: bool) -> Any:
     """Convert uint8 ``[height, width, 3]`` to a PIL image, or to base64 of a PNG file."""
-    image, file = Image.fromarray(pixels.numpy()), io.BytesIO()
+    image = Image.fromarray(pixels.numpy())
+    file = io.BytesIO()
     if not encoded:
         return image
     image.save(file, "PNG")
@@ -128,7 +129,8 @@ class ImageProcessor(IOProcessor[Any, Any]):
         """Return each request's tensor or images; in a server (request_id given) base64 PNG."""
         found = enumerate(model_output)
         several = len(model_output) > 1
-        error, served = VLLMValidationError, request_id is not None
+        error = VLLMValidationError
+        served = request_id is not None
         tensors = [
             tensor_of(output, error, f"data[{i}]: " * several) for i, output in found
         ]

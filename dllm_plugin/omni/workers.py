@@ -49,7 +49,8 @@ class ARWorker(_Worker):
 
     def check(self) -> None:
         """Raise ValueError for settings without hidden states; remove their rules here."""
-        needed, model = hidden_state_args(), self.model_config
+        needed = hidden_state_args()
+        model = self.model_config
         ar_runner.check_generation(self.vllm_config)
         check_scheduler("ARWorker", self.vllm_config, needed["scheduler_cls"])
         (rules,) = needed["logits_processors"]

@@ -54,7 +54,8 @@ def score_classes(
     TILE: tl.constexpr,
 ):
     """Write the largest logit of a class in a row, and the logarithm of the sum over its ids."""
-    row, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    kind = tl.program_id(1)
     which = tl.load(which_ptr + row)
     row_ptr = logits_ptr + tl.load(source_ptr + row) * logits_stride
     temperature = tl.load(temperature_ptr + row)
@@ -112,7 +113,8 @@ def choose(
     temperature = tl.load(temperature_ptr + row)
     if bias_ptr is not None:
         bias_ptr += tl.load(bias_row_ptr + tl.load(slot_ptr + row)) * bias_stride
-    seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
+    seed = tl.load(seed_ptr + row)
+    step = tl.load(step_ptr + row)
     noise = mixed_state(seed, tl.load(position_ptr + row), step)
     bounds = bound_ptr + which * bound_stride + tl.maximum(kind, 0)
     first, stop = tl.load(bounds), tl.load(bounds + 1)

@@ -63,7 +63,8 @@ def _advance(
     EDGES: tl.constexpr,
 ):
     """Write the value of one state after a position."""
-    canvas, state = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    canvas = tl.program_id(0).to(tl.int64)
+    state = tl.program_id(1)
     which = tl.load(which_ptr + canvas)
     given = tl.load(given_ptr + canvas * length + place)
     before_ptr = value_ptr + (canvas * (length + 1) + place) * num_states

@@ -220,7 +220,8 @@ def backtrack(
     fits_GQ = tables.far_AQ[canvases.which_G] <= canvases.room_G[:, None]
     last_GQ = value_GCQ[:, -1].masked_fill(~fits_GQ, NEVER)
     # Drawn by the position in front, for how many columns there are depends on the batch.
-    temperature_G, step_G = canvases.temperature_G, canvases.step_G
+    temperature_G = canvases.temperature_G
+    step_G = canvases.step_G
     counters = canvases.seed_G ^ LAST, canvases.position_G, step_G
     state_G = _choose(last_GQ, temperature_G, counters)
     length = _text_length(canvases)
