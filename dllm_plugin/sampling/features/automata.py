@@ -134,8 +134,7 @@ class Automata(StepFeature):
         )
         table_MV = tables.class_AV.to(torch.float32)
         for bias in (None, (table_MV, zero_G)):
-            numbers = [zero_G] * 7
-            numbers[3] = greedy_G
+            numbers = (zero_G, zero_G, zero_G, greedy_G, zero_G, zero_G, zero_G)
             rows = Rows(logits_XV, *numbers, self.mask_id, bias)
             score_GCK = self.score_rows(tables, rows)[None]
             value_GCQ = self.forward(tables, canvases, score_GCK)
@@ -279,7 +278,7 @@ class Automata(StepFeature):
             self.mask_id,
             self.rules.biases(step.slots_np),
         )
-        return _Predicted(rows, *where, wanted_GC[where])
+        return _Predicted(rows, canvas_T, place_T, wanted_GC[where])
 
     def _pieces(self, some: _Predicted, step: Step) -> Iterator[tuple[slice, Rows]]:
         """Yield pieces small enough for float32 copies, penalised if a request asks for it."""

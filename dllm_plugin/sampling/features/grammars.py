@@ -159,7 +159,8 @@ class StagedChecks(StepFeature):
         known_GK = staged[:, count:]
         flags = [number_G > 0 for number_G in numbers]
         allowed_GW = self.upload(payload.allowed_GW[here])
-        return Checks(row_G, known_GK, settled_G, front_G, *flags, allowed_GW)
+        found = row_G, known_GK, settled_G, front_G, *flags, allowed_GW
+        return Checks._make(found)
 
     def allowed_first(self, slots_np: np.ndarray, place_R: Tensor) -> Tensor | None:
         """Return which ids may be first tokens, int32 ``[R, W]``; None if any may.
