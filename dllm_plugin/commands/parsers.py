@@ -19,6 +19,7 @@ from .options import (
     add_count,
     add_decode_options,
     add_dtype,
+    add_engine_options,
     add_flags,
     add_model,
     add_switch,
@@ -112,12 +113,11 @@ def _add_verify(commands: Any) -> None:
     add_model(parser)
     add_value(parser, "--prompts", "FILE", "one prompt a line (default: five)")
     add_count(parser, "--limit", "number of prompts (default: all)")
-    add_dtype(parser)
     gpus = "number of GPUs (default: 1)"
     add_count(parser, "--tensor-parallel-size", gpus, default=1)
     words = "compare with the checkpoint's own code, if it has some"
     add_switch(parser, "--trust-remote-code", words)
-    add_decode_options(parser)
+    add_engine_options(parser)
     parser.set_defaults(run=_run_verify)
 
 

@@ -191,6 +191,7 @@ COMMAND_OPTIONS = {
         [
             *DECODE,
             "--dtype",
+            "--gpu-memory-utilization",
             "--help",
             "--limit",
             "--prompts",
