@@ -107,6 +107,14 @@ router = APIRouter()
 CHECKS = [Depends(validate_json_request)]
 
 
+@router.get("/ready")
+async def ready(raw_request: Request) -> Response:
+    """Return 200 if a request would be computed now; 503 if the engine sleeps or is paused."""
+    client = raw_request.app.state.engine_client
+    rests = client.errored or await client.is_sleeping() or await client.is_paused()
+    return Response(status_code=503 if rests else 200)
+
+
 @router.post("/v1/chat/completions", dependencies=CHECKS)
 async def create_chat_completion(
     request: ChatCompletionRequest, raw_request: Request

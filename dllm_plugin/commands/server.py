@@ -46,7 +46,7 @@ DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
 POLL_SECONDS = 0.05
 UNRECOGNIZED = "unrecognized arguments: "
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
-HEALTH, VIEWER = "/health", "/viewer"
+VIEWER, HEALTH = "/viewer", ("/health", "/ready")
 ENGINE_DIED = 1
 CUT = (
     "The server is ending and cut this request; send it again when the server is back."
@@ -269,7 +269,7 @@ class Lifecycle:
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse a new one while running requests end.
 
-        `/health` then fails, so that balancers send no more requests.
+        `/health` and `/ready` then fail, so that balancers send no more requests.
         """
         if scope["type"] == "http" and (
             scope["method"] == "POST" or scope["path"].endswith(HEALTH)

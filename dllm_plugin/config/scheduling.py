@@ -136,6 +136,18 @@ def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         )
 
 
+def refuse_spread_experts(vllm_config: VllmConfig) -> None:
+    """Raise ValueError if ranks on CPUs, whose kernels take all experts, are to share them."""
+    parallel = vllm_config.parallel_config
+    spread = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+    several = spread or parallel.data_parallel_size > 1
+    if several and vllm_config.model_config.is_moe and current_platform.is_cpu():
+        raise ValueError(
+            "a mixture of experts cannot be combined with enable_expert_parallel or "
+            "data_parallel_size on CPUs: vLLM spreads experts on GPUs only. Leave it out."
+        )
+
+
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Set the method's scheduler and its token budget; disable chunked prefill if refused."""
     scheduler, method = vllm_config.scheduler_config, config.method

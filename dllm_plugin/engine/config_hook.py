@@ -47,6 +47,7 @@ from dllm_plugin.config.resolution import check_options_read, fit_warm_up, resol
 from dllm_plugin.config.scheduling import (
     refuse_adapters,
     refuse_connector,
+    refuse_spread_experts,
     refuse_unsupported,
     refuse_with_stages,
     set_prefix_caching,
@@ -192,6 +193,7 @@ def _check(
     refuse_connector(vllm_config, config)
     refuse_adapters(vllm_config, config)
     refuse_with_stages(vllm_config, config)
+    refuse_spread_experts(vllm_config)
     check_head(vllm_config, config)
     check_checkpoint(vllm_config)
     check_adapter(vllm_config, config.lora_path)

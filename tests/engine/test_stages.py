@@ -23,7 +23,7 @@ from test_traces import trace
 
 pytestmark = pytest.mark.usefixtures("template", "workers_end_soon")
 
-FEW_PAGES = {"block_size": 32, "num_gpu_blocks_override": 12}
+FEW_PAGES = {"block_size": 32, "num_gpu_blocks_override": 14}
 Request = tuple[list[int], Any]
 
 
@@ -49,7 +49,8 @@ def mixed() -> list[Request]:
         params(40, dllm_frames=1),
         params(40, dllm_early_text=1, dllm_block_length=16),
     ]
-    return [(letters(7 + 13 * i, i), one) for i, one in enumerate(wishes)]
+    wishes += [params(70)] * 4
+    return [(letters(7 + 11 * i, i), one) for i, one in enumerate(wishes)]
 
 
 def run(llm: Any, requests: list[Request]) -> list[Any]:
@@ -62,9 +63,14 @@ def scores(output: Any) -> list[dict[int, float]]:
     return [{i: scored.logprob for i, scored in row.items()} for row in rows]
 
 
-def test_requests_as_on_one_stage(room: EngineRoom) -> None:
+@pytest.fixture(scope="module")
+def wanted(room: EngineRoom) -> list[Any]:
+    """Outputs of one stage."""
+    return run(start(room), mixed())
+
+
+def test_requests_as_on_one_stage(room: EngineRoom, wanted: list[Any]) -> None:
     requests = mixed()
-    wanted = run(start(room), requests)
     found = run(start(room, **STAGES), requests)
     for (_, one), output, other in zip(requests, found, wanted, strict=True):
         assert token_ids(output) == token_ids(other), one
@@ -96,9 +102,8 @@ def test_requests_are_shared_among_steps(room: EngineRoom) -> None:
     assert len(shares) > 8 and all(share == [4, 5] for share in shares)
 
 
-def test_aborted_and_preempted(room: EngineRoom) -> None:
-    requests = mixed() + [(letters(40 + i, i), params(90)) for i in range(4)]
-    wanted = [token_ids(output) for output in run(start(room), requests)]
+def test_aborted_and_preempted(room: EngineRoom, wanted: list[Any]) -> None:
+    requests = mixed()
     llm = start(room, **FEW_PAGES, **STAGES)
     engine, pages, before = llm.llm_engine, free_pages(llm), num_preemptions(llm)
     names = [str(i) for i in range(len(requests))]
@@ -111,9 +116,9 @@ def test_aborted_and_preempted(room: EngineRoom) -> None:
         if step == 9:
             engine.abort_request(gone)
     assert num_preemptions(llm) > before and free_pages(llm) == pages
-    for name, tokens in zip(names, wanted, strict=True):
+    for name, output in zip(names, wanted, strict=True):
         if name not in gone:
-            assert token_ids(done[name]) == tokens, name
+            assert token_ids(done[name]) == token_ids(output), name
 
 
 def test_full_attention(room: EngineRoom) -> None:

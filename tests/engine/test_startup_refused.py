@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.slow
 
 STAGES = {"pipeline_parallel_size": 2}
+MIXTURE = {"model": str(CHECKPOINTS / "tiny-sdar-moe"), "dllm": {}}
 FLOATING = {"strategy": "d2f", "adaptive": "throughput"}
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (
@@ -139,6 +140,14 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     (
         STAGES | {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
         "worker_cls vllm.v1.worker.cpu_worker.CPUWorker cannot be combined with",
+    ),
+    (
+        MIXTURE | {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+        "a mixture of experts cannot be combined with enable_expert_parallel or",
+    ),
+    (
+        MIXTURE | {"data_parallel_size": 2},
+        "or data_parallel_size on CPUs: vLLM spreads experts on GPUs only",
     ),
     (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},

@@ -92,6 +92,8 @@ def test_sleep_does_nothing_on_a_cpu(server: Server) -> None:
             == 200
         )
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{server.url}/ready", timeout=60).status_code == 503
         assert control(server, "wake_up").status_code == 200
+        assert httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
         assert answer(server) == before
     assert "sleep mode is not supported on CPU" in server.log.read_text()

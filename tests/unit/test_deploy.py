@@ -116,8 +116,9 @@ def test_manifests_are_of_their_schemas(path: Path) -> None:
     for document in [*checked, *found]:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     (container,) = found[0]["spec"]["containers"]
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+    for probe in ("startupProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] == "/health"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     container["imagePull"] = "x"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(found[0], KUBERNETES, strict=True)

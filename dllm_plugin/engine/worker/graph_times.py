@@ -5,7 +5,7 @@ All ranks replay them together, as in steps, before the first request.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +14,10 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch, set_dummy_context
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.step_times import StepTimes, own_path, save
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -28,7 +26,7 @@ REPLAYS = 3
 LONG, REQUESTS = 4096, 64
 
 
-def measure(runner: "GPUModelRunner") -> None:
+def measure(runner: GPUModelRunner) -> None:
     """Measure the captured steps and store their times, if the configuration names a file."""
     if own_path(runner.vllm_config) is None:
         return
@@ -94,7 +92,7 @@ def step_times(empty: Times, long: Times, context: int, reads: float) -> StepTim
 
 @torch.inference_mode()
 def time_graphs(
-    runner: "GPUModelRunner", descs: Iterable[BatchExecutionDescriptor], context: int
+    runner: GPUModelRunner, descs: Iterable[BatchExecutionDescriptor], context: int
 ) -> Times:
     """Return the median ms of replays of each graph, with so much context for every request."""
     manager, found = runner.cudagraph_manager, {}
@@ -110,7 +108,7 @@ def time_graphs(
 
 
 def prepare(
-    runner: "GPUModelRunner",
+    runner: GPUModelRunner,
     num_reqs: int,
     width: int,
     context: int,

@@ -101,11 +101,8 @@ class BlockGraphManager(ModelCudaGraphManager):
         super()._init_candidates()
         config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
         sizes = self.compilation_config.cudagraph_capture_sizes
-        if not (
-            mode.separate_routine()
-            and mode.decode_mode() == CUDAGraphMode.FULL
-            and sizes
-        ):
+        full_decodes = mode.decode_mode() == CUDAGraphMode.FULL
+        if not (mode.separate_routine() and full_decodes and sizes):
             return
         tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
         table = uniform_graphs(config, sizes, self.max_num_reqs, tokens)
@@ -166,11 +163,8 @@ class DiffusionRunner(GrammarRunner):
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture as vLLM does; then measure the times of steps if widths are chosen by them."""
         taken = super().capture_model(profile_only=profile_only)
-        if (
-            not profile_only
-            and self.cudagraph_manager
-            and self.cudagraph_manager.graphs
-        ):
+        manager = self.cudagraph_manager
+        if not profile_only and manager and manager.graphs:
             measure(self)
         return taken
 
