@@ -20,6 +20,7 @@ from engines import (
 )
 from grammar_cases import (
     SCHEMAS,
+    Case,
     regex_case,
     schema_case,
 )
@@ -150,23 +151,27 @@ def test_every_text_is_complete(
     alone = [token_ids(output) for output in generate(llm, *zip(*free, strict=True))]
     pages = free_pages(llm)
     scored = {"logprobs": 2, "dllm_grammar": "drafts"}
+    asked: list[tuple[Case, Any]] = []
+    both = []
     for options in ({}, {"temperature": 1.0, "seed": 5}, scored):
-        asked = cases()
-        prompts = [letters(5 + i, i) for i in range(len(asked))]
-        wishes = [wish(case.kind, case.spec, 48, **options) for case in asked]
-        both = [*zip(prompts, wishes, strict=True), *free]
-        outputs = generate(llm, *map(list, zip(*both, strict=True)))
-        backends = {one.structured_outputs._backend for one in wishes}
-        assert backends == {"xgrammar", "guidance"}
-        for case, output in zip(asked, outputs, strict=False):
-            [completion] = output.outputs
-            assert len(completion.token_ids) <= 48
-            assert case.judge(completion.text), (case.kind, case.spec, completion.text)
-            for place, token in enumerate(
-                completion.token_ids if "logprobs" in options else ()
-            ):
-                assert token in completion.logprobs[place]
-        assert [token_ids(output) for output in outputs[len(asked) :]] == alone
+        for i, case in enumerate(cases()):
+            one = wish(case.kind, case.spec, 48, **options)
+            asked.append((case, one))
+            both.append((letters(5 + i, i), one))
+        both += free
+    outputs = generate(llm, *map(list, zip(*both, strict=True)))
+    backends = {one.structured_outputs._backend for _, one in asked}
+    assert backends == {"xgrammar", "guidance"}
+    held, unheld = [], []
+    for (_, one), output in zip(both, outputs, strict=True):
+        (held if one.structured_outputs else unheld).append(output)
+    for (case, one), output in zip(asked, held, strict=True):
+        [completion] = output.outputs
+        assert len(completion.token_ids) <= 48
+        assert case.judge(completion.text), (case.kind, case.spec, completion.text)
+        for place, token in enumerate(completion.token_ids if one.logprobs else ()):
+            assert token in completion.logprobs[place]
+    assert [token_ids(output) for output in unheld] == alone * 3
     assert free_pages(llm) == pages
 
 
