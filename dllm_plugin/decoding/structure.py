@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .blocks import rank
 from .plan import Canvas, Proposal, StepPlan, replaced
-from .policies import OF_EDITS, Policy, PolicySettings, Table
+from .policies import OF_EDITS, Policy, PolicySettings, Table, joint_threshold
 
 ROUNDS = 1000  # that a block has at most
 ATTEMPTS = 5  # to write a row that no earlier round has written
@@ -23,15 +23,10 @@ ATTEMPTS = 5  # to write a row that no earlier round has written
 def round_threshold(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
-    """Take candidates above the threshold, and edit as LLaDA2.1's `joint_threshold`.
-
-    What the quota of a round adds depends on the rounds of the block.
-    """
-    sure_RC = proposal.confidence_RC > settings.threshold_R[:, None]
-    sure_RC = sure_RC & plan.candidates_RC
-    edits_RC = proposal.confidence_RC > settings.editing_threshold_R[:, None]
-    edits_RC &= plan.editable_RC & (proposal.token_RC != canvas.tokens_RC)
-    return sure_RC | edits_RC
+    """Take as LLaDA2.1's `joint_threshold`, without a quota: that depends on earlier rounds."""
+    none_R = torch.zeros_like(settings.num_to_transfer_R)
+    settings = settings._replace(num_to_transfer_R=none_R)
+    return joint_threshold(plan, canvas, proposal, settings)
 
 
 STRUCTURED_BLOCKS: Table = {
@@ -68,12 +63,10 @@ class Limits(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """List token ids, and the factors of row hashes.
+    """List token ids, and the factors of row hashes, int64.
 
     best_but  best token of canvas positions ``[R, N]`` but two given ones and the mask; read
               only if the last argument is true
-    factor_B  int64
-    on_cpu    results may be looked at on the host
     """
 
     mask: int
@@ -81,7 +74,6 @@ class Tokens(NamedTuple):
     split: int
     best_but: Callable[[Tensor, tuple[Tensor, Tensor], Tensor], Tensor]
     factor_B: Tensor
-    on_cpu: bool
 
 
 class Row(NamedTuple):
@@ -289,7 +281,7 @@ def _leave_seen(
         seen_RK = rounds.seen_RK == _hash(new_RB, tokens)[:, None]
         again_R = (seen_RK & earlier_RK).any(dim=1) & changes_RB.any(dim=1)
         again_R &= may_leave_R
-        if tokens.on_cpu and not again_R.any():
+        if again_R.is_cpu and not again_R.any():
             break
         sure_RB = confidence_RB.masked_fill(~changes_RB, float("inf"))
         worst_R1 = sure_RB.argmin(dim=1, keepdim=True)

@@ -237,7 +237,7 @@ def test_structure(new: list[int], after: list[int], inserted: list[int]) -> Non
     old = torch.tensor([[7, 8, 9, 10]])
     place = torch.arange(4)[None]
     row = Row(yes[:, 0], place[:, 0], place, yes, nothing, yes, old)
-    tokens = Tokens(MASK, DELETE, SPLIT, None, None, True)  # type: ignore[arg-type]
+    tokens = Tokens(MASK, DELETE, SPLIT, None, None)  # type: ignore[arg-type]
     found, where = restructure(torch.tensor([new]), row, nothing, tokens)
     assert found.tolist() == [after]
     assert where[0].nonzero().flatten().tolist() == inserted

@@ -147,10 +147,9 @@ class StructureEdits(StepFeature):
 
     def _tokens(self, step: Step) -> Tokens:
         """Return the ids of the round's tokens, and what finds the next best ones."""
-        on_cpu = self.states.device.type == "cpu"
         config = self.states.config
         logits_TV = step.chunks[0].logits_XV
-        find = best_token_reference if on_cpu else best_token
+        find = best_token_reference if logits_TV.is_cpu else best_token
         rules = self.proposer.rules
         biases = rules.biases(step.slots_np)
         bias_MV = None if biases is None else biases[0]
@@ -172,12 +171,5 @@ class StructureEdits(StepFeature):
             )
             return found_N.view_as(index_RN)
 
-        delete, split = config.structure_token_ids
-        return Tokens(
-            config.mask_token_id,
-            delete,
-            split,
-            best_but,
-            self.factor_B.gpu,
-            on_cpu,
-        )
+        ids = config.mask_token_id, *config.structure_token_ids
+        return Tokens(*ids, best_but, self.factor_B.gpu)
