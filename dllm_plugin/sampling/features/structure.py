@@ -171,5 +171,6 @@ class StructureEdits(StepFeature):
             )
             return found_N.view_as(index_RN)
 
-        ids = config.mask_token_id, *config.structure_token_ids
-        return Tokens(*ids, best_but, self.factor_B.gpu)
+        delete, split = config.structure_token_ids
+        mask_id, factor_B = config.mask_token_id, self.factor_B.gpu
+        return Tokens(mask_id, delete, split, best_but, factor_B)
