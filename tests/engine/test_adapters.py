@@ -11,6 +11,10 @@ from engines import CHECKPOINTS, EngineRoom, letters, params, token_ids
 from safetensors.torch import load_file, save_file
 from trained_adapters import merged, write_adapter
 
+from dllm_plugin.commands.verify.second_opinion import Job, decode_job
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.reference.model import PlainModel
+
 pytestmark = pytest.mark.slow
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -74,6 +78,41 @@ def test_a_batch_of_adapters_equals_merged_engines(
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         chosen = [(None, first, second)[n] for n in order]
         assert tokens(llm, chosen) == [wanted[n][row] for row, n in enumerate(order)]
+
+
+VERIFYING: dict[str, dict[str, Any]] = {
+    "nemotron": {"strategy": "self_speculation"},
+    "idlm": {"block_length": 4},
+    "wedlm": {},
+    "wedlm-qwen2": {},
+}
+
+
+@pytest.mark.parametrize("name", VERIFYING)
+def test_adapters_of_causal_families(
+    name: str, room: EngineRoom, tmp_path: Path
+) -> None:
+    """The answer of the plain model with the adapter merged, beside one without."""
+    folder, dllm = CHECKPOINTS / f"tiny-{name}", VERIFYING[name]
+    adapter = write_adapter(
+        tmp_path / "adapter", folder, ["q_proj", "o_proj", "down_proj"]
+    )
+    llm = room.start(name, dllm, **LORA)
+    config = get_decode_config(llm.llm_engine.vllm_config)
+    jobs = [Job(prompt, 20, config, set(), 160) for prompt in PROMPTS]
+    wanted = []
+    for chosen in ({}, {"adapter": adapter}):
+        model = PlainModel.load(folder, config.mask_token_id, **chosen)
+        for job in jobs:
+            wanted.append(decode_job(model, job, lambda step: None).tokens)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS * 2],
+        params(20),
+        use_tqdm=False,
+        lora_request=[None] * 3 + [request(adapter)] * 3,
+    )
+    assert [token_ids(output) for output in outputs] == wanted
+    assert wanted[:3] != wanted[3:]
 
 
 def test_prefixes_of_adapters_are_not_shared(room: EngineRoom, tmp_path: Path) -> None:

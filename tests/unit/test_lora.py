@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import trained_adapters
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.linear import LinearBase
 
 from dllm_plugin.models.checkpoints import lora
 
@@ -139,6 +141,53 @@ def test_model_loads_with_merged_weights(
                     getattr(layer.self_attn, part)(x)[0] for layer in (ours, theirs)
                 )
                 assert torch.equal(one, other)
+
+
+NEWER = {
+    "a2d-qwen3": "q_proj",
+    "nemotron": "o_proj",
+    "idlm": "down_proj",
+    "wedlm": "k_proj",
+    "wedlm-qwen2": "gate_proj",
+    "llada2.1": "dense",
+    "llada2.2": "query_key_value",
+}
+
+
+def outputs_of_layers(model: Any) -> dict[str, torch.Tensor]:
+    """What the linear layers of a model make of the same inputs."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(5, layer.input_size, generator=generator)
+            with torch.inference_mode():
+                output = layer(x)
+            found[name] = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+@pytest.mark.parametrize("family", NEWER)
+def test_newer_families_load_with_merged_weights(
+    family, tmp_path, checkpoint, checkpoints, load_model
+):
+    folder = checkpoints / f"tiny-{family}"
+    adapter = trained_adapters.write_adapter(
+        tmp_path / "adapter", folder, [NEWER[family]]
+    )
+    whole = checkpoint(folder.name)
+    save_file(merged(folder, adapter), whole / "model.safetensors")
+    options = {"additional_config": {"dllm": {"lora_path": str(adapter)}}}
+    found = []
+    for path, more in ((folder, options), (whole, {}), (folder, {})):
+        found.append(outputs_of_layers(load_model(path, dtype="float32", **more)))
+    loaded, wanted, base = found
+    changed = 0
+    for name, output in loaded.items():
+        torch.testing.assert_close(output, wanted[name], rtol=1e-5, atol=1e-5)
+        changed += not torch.allclose(output, base[name], rtol=1e-3, atol=1e-3)
+    config = json.loads((folder / "config.json").read_text())
+    assert changed >= config["num_hidden_layers"] - 1  # the first may have no experts
 
 
 @BOTH
