@@ -1,5 +1,6 @@
 """A real server of each newer family: chats, streams, scores, seeds, grammars, gaps, refusals."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,6 +13,16 @@ pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 REGEX = r"[a-e]{4,9};[0-9]+"
 MESSAGES = [{"role": "user", "content": "one two three"}]
+TOOL = {
+    "name": "count",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    },
+}
 CHAT = {"messages": MESSAGES, "max_tokens": 20, "ignore_eos": True}
 
 
@@ -60,7 +71,7 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     row, model = ROWS[request.param], CHECKPOINTS / f"tiny-{request.param}"
-    options = []
+    options = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
     if row.canvas is not None:
         options.append(
             f'--additional-config={{"dllm": {{"canvas_length": {row.canvas}}}}}'
@@ -121,6 +132,21 @@ def test_grammars(served: Served) -> None:
     assert re.fullmatch(pattern, text), text
 
 
+def test_a_tool_call_streams(served: Served) -> None:
+    tools = {"tools": [{"type": "function", "function": TOOL}], "max_tokens": 110}
+    tools["tool_choice"] = {"type": "function", "function": {"name": "count"}}
+    asked = CHAT | tools | {"temperature": 0, "ignore_eos": False}
+    [call] = served.chat(**asked)["message"]["tool_calls"]
+    arguments = json.loads(call["function"]["arguments"])
+    assert call["function"]["name"] == "count" and list(arguments) == ["n"]
+    streamed = ""
+    for chunk in served.server.stream("chat/completions", asked):
+        for choice in chunk["choices"]:
+            for piece in choice["delta"].get("tool_calls") or ():
+                streamed += piece["function"].get("arguments") or ""
+    assert json.loads(streamed) == arguments
+
+
 def test_gaps(served: Served) -> None:
     body = {"text": "one [MASK:5] three", "temperature": 0}
     if not served.row.has_gaps:
@@ -137,3 +163,24 @@ def test_what_is_refused_is_named(served: Served) -> None:
     assert "dllm_block_length" in served.refusal(**CHAT, **wrong)
     unknown = {"vllm_xargs": {"dllm_stepz": 3}}
     assert "dllm_stepz" in served.refusal(**CHAT, **unknown)
+
+
+def test_thinking_streams_apart_from_the_answer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """At the marker that a budget writes, as vLLM's parser divides any text."""
+    log = tmp_path_factory.mktemp("thinking") / "log"
+    parser, model = "--reasoning-parser=deepseek_r1", CHECKPOINTS / "tiny-nemotron"
+    with serving(log, parser, model=model) as server:
+        served = Served(Row(), server)
+        budget = {"dllm_max_thinking_tokens": 6, "dllm_end_think_token_id": 13}
+        asked = CHAT | {"temperature": 0, "vllm_xargs": budget}
+        whole = served.chat(**asked)["message"]
+        assert whole["reasoning"] and whole["content"]
+        thought = said = ""
+        for chunk in server.stream("chat/completions", asked):
+            for choice in chunk["choices"]:
+                thought += choice["delta"].get("reasoning") or ""
+                said += choice["delta"].get("content") or ""
+    assert (thought, said) == (whole["reasoning"], whole["content"])
+    assert "</think>" not in thought + said
