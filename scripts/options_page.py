@@ -27,7 +27,7 @@ READERS = {
     "max_window": FLOATING,
     "commit_alone_from": "`block_diffusion`",
 }
-# Arguments that causal strategies refuse; LLaDA2.2 has frames.
+# Arguments that causal strategies refuse.
 REFUSED = ("early_text", "grammar")
 HEAD = """# Options and request arguments
 

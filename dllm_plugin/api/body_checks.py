@@ -175,9 +175,10 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         return  # the route refuses it with the place of the error
+    fields_sent = []
     for field, kind, spec in _grammars(fields):
-        # Read by the checks of the engine's client as well.
         SENT_AS.set(field)
+        fields_sent.append(field)
         asked = StructuredOutputsParams(**{kind: spec})
         try:
             verify(SamplingParams(structured_outputs=asked), "")
@@ -187,6 +188,8 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
                 if str(error).startswith(OF_THAT_BACKEND):
                     raise ValueError(_unlike_patterns(asked, verify)) from error
                 raise ValueError(refusal_of(kind, error)) from error
+    if fields_sent:  # read by the checks of the engine's client, which names no field
+        SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)))
 
 
 def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:

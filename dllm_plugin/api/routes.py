@@ -111,7 +111,10 @@ CHECKS = [Depends(validate_json_request)]
 async def ready(raw_request: Request) -> Response:
     """Return 200 if a request would be computed now; 503 if the engine sleeps or is paused."""
     client = raw_request.app.state.engine_client
-    rests = client.errored or await client.is_sleeping() or await client.is_paused()
+    try:
+        rests = client.errored or await client.is_sleeping()
+    except RuntimeError:  # of engines of which only some sleep
+        rests = True
     return Response(status_code=503 if rests else 200)
 
 

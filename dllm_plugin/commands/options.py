@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].partition("=")[0]
             if not word.startswith("-"):
-                self.error(f"{word!r} is too many: quote a text that has blanks")
+                self.error(f"{word!r} is one argument too many")
             known = self.options_of(getattr(args, command, ""))
             self.error(f"there is no option {word}{did_you_mean(word, known)}")
         named = getattr(args, "model_option", None)

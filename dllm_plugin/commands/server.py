@@ -57,6 +57,7 @@ EVENT = b"event: "
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
 CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
 SEVERAL_SECONDS = 2.0  # the same; all processes of several servers take long to kill
+THREADS_END = "after shutdown"  # of the renderer, in Python's words
 KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 
 
@@ -299,8 +300,8 @@ class Lifecycle:
                 await self.handle_until_cut(scope, receive, sending, end.is_cut)
             else:
                 await self.app(scope, receive, sending)
-        except RuntimeError:  # of the renderer's threads, which take nothing new
-            if started or not end.is_asked_for():
+        except RuntimeError as error:
+            if started or not end.is_asked_for() or THREADS_END not in str(error):
                 raise
             await ending_reply()(scope, receive, send)
 

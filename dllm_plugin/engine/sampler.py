@@ -264,6 +264,8 @@ class DiffusionSampler:
         for rows_XV in (logits, carry_NV, logits[:1].to(torch.float32)):
             if rows_XV is not None and with_automata:
                 self.features.automata.warm_up(rows_XV)
+        if self.features.structure is not None:
+            self.features.structure.warm_up(logits)
         if carry_NV is not None:
             zero_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
             move_rows(logits, zero_R, carry_NV, zero_R, zero_R > 0)

@@ -92,13 +92,16 @@ def least_names(schema: Any) -> int:
     """
     for one in _every(schema):
         least, required = one.get("minProperties"), one.get("required")
-        is_closed = one.get("additionalProperties") is False
-        if is_closed and "patternProperties" not in one:
+        is_closed = False in (
+            one.get("additionalProperties"),
+            one.get("unevaluatedProperties"),
+        )
+        if is_closed and not one.get("patternProperties"):
             continue
         named = len(set(map(str, required))) if isinstance(required, list) else 0
         is_object = "object" in (_kinds(one) or TYPES.values())
-        if isinstance(least, int) and least > named + 1 and is_object:
-            return least
+        if isinstance(least, (int, float)) and least > named + 1 and is_object:
+            return int(least)
     return 0
 
 

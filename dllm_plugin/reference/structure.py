@@ -150,7 +150,7 @@ def _restructured(
 ) -> tuple[list[int], set[int]]:
     """Return the row after deletions and insertions, and its inserted masks."""
     mask = text.model.mask_id
-    (delete, split) = text.rules.structure
+    delete, split = text.rules.structure
     tokens: list[int] = []
     inserted: set[int] = set()
 

@@ -269,12 +269,15 @@ def test_doctor_of_a_model_on_the_hub(tmp_path: Path) -> None:
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
         "HF_HOME": str(tmp_path),
         "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
     }
     # Not by a fork, which would have read the variables of its parent.
     command = [sys.executable, "-m", "dllm_plugin.commands.cli", "doctor", "some/sdar"]
-    output = run(*command, **variables)
-    hub.shutdown()
-    hub.server_close()
+    try:
+        output = run(*command, **variables)
+    finally:
+        hub.shutdown()
+        hub.server_close()
     assert "family sdar" in output
     assert re.search(r"^  fits: +\d+ such requests at once", output, re.M)
     weights = [one for one in Hub.asked if "GET" in one and ".safetensors" in one]

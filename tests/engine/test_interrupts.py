@@ -198,7 +198,7 @@ def post_until_refused(url: str, replies: list[httpx.Response]) -> None:
 
 
 def test_sigterm_lets_streams_end_by_default(server: Server) -> None:
-    streams = start_streams(server.url, 4, 200)
+    streams = start_streams(server.url, 4, 100)
     replies: list[httpx.Response] = []
     threads = []
     for _ in range(4):

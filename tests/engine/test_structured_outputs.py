@@ -18,12 +18,7 @@ from engines import (
     scheduler,
     token_ids,
 )
-from grammar_cases import (
-    SCHEMAS,
-    Case,
-    regex_case,
-    schema_case,
-)
+from grammar_cases import SCHEMAS, Case, regex_case, schema_case
 from grammar_requests import WAYS, cases, wish
 from hostile_grammars import COMPILED, HOSTILE
 from test_full_compiled import sampler_of

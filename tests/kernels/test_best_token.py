@@ -1,5 +1,6 @@
 """The best token but for three: the Triton kernel against the plain-torch reference."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,9 +28,9 @@ def case(vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("vocab", [5, 8192, 20001])
 def test_the_kernel_agrees_with_the_reference(vocab: int, interpreter: Any) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, has_bias in product((torch.float32, torch.bfloat16), (False, True)):
         arguments: list[Any] = case(vocab, dtype)
-        arguments[4] = arguments[4] if dtype == torch.float32 else None
+        arguments[4] = arguments[4] if has_bias else None
         [found] = interpreter.run([(KERNEL, None, arguments, {})])
         expected = best_token_reference(*arguments)
         assert found.tolist() == expected.tolist()

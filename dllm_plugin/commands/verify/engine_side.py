@@ -15,7 +15,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from dllm_plugin.commands.offline import num_forwards, start_engine
-from dllm_plugin.config.options import REQUEST_PREFIX
+from dllm_plugin.config.options import FILL, REQUEST_PREFIX
 
 from .second_opinion import Job
 
@@ -211,7 +211,9 @@ def decode(llm: LLM, name: str, job: Job) -> Decode:
     known, decided, output = dict(enumerate(prompt)), [], None
     template = job.request.template
     if template is not None:  # no forward decides what is given
-        known |= dict(enumerate(template.token_ids, length))
+        for position, token in enumerate(template.token_ids, length):
+            if token != FILL:
+                known[position] = token
     while engine.has_unfinished_requests():
         for found in engine.step():
             assert isinstance(found, RequestOutput)

@@ -1,7 +1,7 @@
 """Store log-probabilities of tokens, as they were when each was unmasked, until it is emitted.
 
 Where tokens move, the rows that wrote them belong to other texts: there all tokens have those of
-the forward after which they are emitted, which is the one that stores their block.
+the forward after which they are emitted: the one that stores their block, or decides the last one.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, K columns: the token itself, then
 the most likely ones.
@@ -19,7 +19,7 @@ from dllm_plugin.sampling.rows import RowChunk, scatter_rows
 from dllm_plugin.sampling.step import EmittedLogprobs, Step
 from dllm_plugin.state.canvas_states import CanvasStates
 
-from .feature import SCORED, ReadRows, StepFeature
+from .feature import ONCE, SCORED, ReadRows, StepFeature
 
 
 class LogprobStash(StepFeature):
@@ -34,6 +34,8 @@ class LogprobStash(StepFeature):
 
     def __init__(self, states: CanvasStates, model_config: ModelConfig) -> None:
         super().__init__(states)
+        if self.method.inserts:  # their tokens are scored once they are decided
+            self.reads = ONCE
         most = model_config.max_logprobs
         vocab_size = model_config.get_vocab_size()
         self.max_logprobs = min(most, vocab_size)

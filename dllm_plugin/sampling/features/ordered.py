@@ -57,9 +57,11 @@ class StepFeatures:
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
         entries: list[StepFeature] = []
+        self.structure: StructureEdits | None = None
         if method.inserts:
             # Plans before all others, and moves tokens after all others.
-            entries.append(StructureEdits(states, proposer))
+            self.structure = StructureEdits(states, proposer)
+            entries.append(self.structure)
         entries += [
             # Tables that kernels read: first, since other features read them, too.
             rules,

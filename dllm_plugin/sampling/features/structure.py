@@ -60,6 +60,14 @@ class StructureEdits(StepFeature):
         self._rounds: Rounds | None = None
         self._stays_R: Tensor | None = None
 
+    def warm_up(self, logits_XV: Tensor) -> None:
+        """Compile the kernel of next best tokens, with biases and without."""
+        zero_N = torch.zeros(2, dtype=torch.int64, device=logits_XV.device)
+        zero_N3 = torch.zeros((2, 3), dtype=torch.int64, device=logits_XV.device)
+        bias_MV = torch.zeros_like(logits_XV[:1], dtype=torch.float32)
+        for biases in (None, bias_MV):
+            best_token(logits_XV, zero_N, zero_N > 0, zero_N3, biases, zero_N)
+
     def active(self, slots_np: np.ndarray) -> bool:
         """Return True: every block of such a family is decoded in rounds."""
         return True
@@ -100,7 +108,9 @@ class StructureEdits(StepFeature):
         post_R = requests.number("max_post_steps", slots_R).to(torch.int64)
         active_RS = step.plan.active_RS
         token_RC = step.proposal.token_RC
-        moves_RS = self._where_stays(torch.zeros_like(active_RS), active_RS)
+        moves_RS = active_RS
+        if self._stays_R is not None:
+            moves_RS = active_RS & ~self._stays_R[:, None]
         plan, proposal, unmask_RC, self._rounds = take_round(
             step.canvas,
             replaced(step.plan, active_RS=moves_RS),
@@ -126,7 +136,8 @@ class StructureEdits(StepFeature):
         sure_T[rows_T] = stats.confidence_T
         edits_RC = step.plan.editable_RC
         source_RC = step.source_RC
-        edits_RC = self._where_stays(torch.zeros_like(edits_RC), edits_RC)
+        if self._stays_R is not None:
+            edits_RC = edits_RC & ~self._stays_R[:, None]
         token_RC = token_T[source_RC]
         sure_RC = sure_T[source_RC]
         drawn = step.proposal
@@ -153,6 +164,7 @@ class StructureEdits(StepFeature):
         rules = self.proposer.rules
         biases = rules.biases(step.slots_np)
         bias_MV = None if biases is None else biases[0]
+        bias_R1 = rules.bias_row.gpu[step.slots_R, None]
 
         def best_but(
             index_RN: Tensor, given: tuple[Tensor, Tensor], wanted_RN: Tensor
@@ -160,7 +172,6 @@ class StructureEdits(StepFeature):
             mask_RN = torch.full_like(index_RN, config.mask_token_id)
             banned_RN3 = torch.stack((mask_RN, *given), dim=-1)
             row_RN = step.source_RC.gather(1, index_RN)
-            bias_R1 = rules.bias_row.gpu[step.slots_R, None]
             found_N = find(
                 logits_TV,
                 row_RN.flatten(),
