@@ -146,10 +146,6 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
         "a mixture of experts cannot be combined with enable_expert_parallel or",
     ),
     (
-        MIXTURE | {"data_parallel_size": 2},
-        "or data_parallel_size on CPUs: vLLM spreads experts on GPUs only",
-    ),
-    (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         "speculative",
     ),

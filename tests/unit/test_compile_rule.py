@@ -1,4 +1,4 @@
-"""Test what the machine decides: where a step is compiled."""
+"""Test what the machine decides: where a step is compiled, and which ranks are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -69,3 +69,11 @@ def test_steps_are_compiled_by_default_on_gpus(
     )
     compiled = resolve_for_machine(config, options, decode).compile_step
     assert compiled == dllm.get("compile_step", True)
+
+
+def test_replicas_of_a_mixture_are_refused_on_cpus(
+    vllm_config_for: Callable[..., Any], checkpoints: Path
+) -> None:
+    with pytest.raises(ValueError, match="or data_parallel_size on CPUs"):
+        vllm_config_for(checkpoints / "tiny-sdar-moe", data_parallel_size=2)
+    vllm_config_for(checkpoints / "tiny-sdar", data_parallel_size=2)
