@@ -90,3 +90,11 @@ def join(streams: Sequence[Stream], seconds: float) -> None:
         stream.thread.join(max(0.0, deadline - time.monotonic()))
     left = [stream.body["prompt"] for stream in streams if stream.thread.is_alive()]
     assert not left, f"{len(left)} streams have no end after {seconds} s"
+
+
+def wait_for_end(client: httpx.Client) -> None:
+    """Wait until a server that was asked to end refuses requests."""
+    began = time.monotonic()
+    while client.get("/health").status_code == 200:
+        assert time.monotonic() - began < 60, "it takes requests"
+        time.sleep(0.01)
