@@ -226,25 +226,26 @@ class StartLog:
         self._kept = b""
         self._lock = threading.Lock()
         self._streams = {number: os.dup(number) for number in (1, 2)}
-        self._threads = []
+        self._pipes = {}
         for number, stream in self._streams.items():
             read, write = os.pipe()
+            os.set_blocking(read, False)
             os.dup2(write, number)
             os.close(write)
-            thread = threading.Thread(
-                target=self._pass_on, args=(read, stream), daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
+            self._pipes[read] = stream
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
         """Print what was kept, and from now on everything at once."""
+        for number, stream in self._streams.items():
+            os.dup2(stream, number)
+        # The thread may end with the process before it reads what was printed last.
+        self._read()
         with self._lock:
             if self.is_over:
                 return
             self.is_over = True
-            for number, stream in self._streams.items():
-                os.dup2(stream, number)
             _write(2, self._kept)
 
     def keep(self) -> Path:
@@ -252,21 +253,29 @@ class StartLog:
         descriptor, name = tempfile.mkstemp(prefix="diffuplug-", suffix=".log")
         for number, stream in self._streams.items():
             os.dup2(stream, number)
-        for thread in self._threads:
-            thread.join(WAIT_SECONDS)
+        self._thread.join(WAIT_SECONDS)
         with self._lock:
             _write(descriptor, self._kept)
             self._kept = b""
         os.close(descriptor)
         return Path(name)
 
-    def _pass_on(self, read: int, stream: int) -> None:
-        while text := os.read(read, PIPE_BYTES):
-            with self._lock:
-                if not self.is_over and (self._kept or _FAILURE.search(text)):
-                    self._kept += text
-                else:
-                    _write(stream, text)
+    def _pass_on(self) -> None:
+        while self._pipes:
+            select.select([*self._pipes], [], [])
+            self._read()
+
+    def _read(self) -> None:
+        """Pass on what the pipes have, standard output first: it may be older than an error."""
+        with self._lock:
+            for read, stream in list(self._pipes.items()):
+                with suppress(BlockingIOError):
+                    while text := os.read(read, PIPE_BYTES):
+                        if not self.is_over and (self._kept or _FAILURE.search(text)):
+                            self._kept += text
+                        else:
+                            _write(stream, text)
+                    del self._pipes[read]  # all who wrote to it have ended
 
 
 def _write(descriptor: int, text: bytes) -> None:
