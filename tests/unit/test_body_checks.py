@@ -1,6 +1,7 @@
 """Bodies that vLLM's own checks would answer with an internal error."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,16 @@ from vllm.v1.structured_output.backend_outlines import (
 )
 
 from dllm_plugin.api.body_checks import check_body, check_grammars
+from dllm_plugin.config.request.structured_outputs import SENT_AS
+
+
+@pytest.fixture(autouse=True)
+def field_is_forgotten() -> Iterator[None]:
+    """Forget which field held a grammar: a server reads each body in a context of its own."""
+    token = SENT_AS.set(SENT_AS.get())
+    yield
+    SENT_AS.reset(token)
+
 
 MESSAGE = {"type": "message", "role": "assistant"}
 CHOSEN = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
@@ -135,6 +146,18 @@ def test_schemas_that_vllm_refuses_for_another_backend(body: dict[str, Any]) -> 
 )
 def test_bodies_without_such_a_schema(body: Any) -> None:
     check_grammars(json.dumps(body).encode(), verify)
+
+
+def test_all_fields_with_a_schema_are_named() -> None:
+    """The engine's client may refuse any of them, and does not see which was sent."""
+    schema = {"type": "string"}
+    body = {
+        "response_format": {"json_schema": {"schema": schema}},
+        "tools": [{"function": {"name": "f", "parameters": schema}}],
+        "tool_choice": "required",
+    }
+    check_grammars(json.dumps(body).encode(), verify)
+    assert SENT_AS.get() == "response_format or tools"
 
 
 UNREAD: list[tuple[dict[str, Any], str]] = [
