@@ -3,8 +3,8 @@
 Whatever keeps the server from starting becomes one sentence. When it accepts connections, a
 line says where. When it is asked to end, running streams may go on for a while; those that are
 cut get an error with a sentence. After a Ctrl-C that takes 3 s at most, and a second one ends
-the server at once. If its engine dies, the server ends with status 1, so that a supervisor
-starts it again.
+the server at once. If its engine or their coordinator dies, the server ends with status 1, so
+that a supervisor starts it again.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -23,7 +22,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import CONFIG_MAPPING
 from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.exceptions import GracefulHTTPError, RetryableRequestError
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
 from vllm.reasoning import ReasoningParserManager
@@ -39,26 +37,20 @@ from .interrupts import INTERRUPTED, TERMINATED, Interrupts, end_now
 from .models import architecture_of, read_config, why_unserved
 from .options import flag_of
 from .phases import end_start, is_quiet, quieten, start_log
+from .server_end import CUT, DIED, POLL_SECONDS, End
 
 MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
-
-POLL_SECONDS = 0.05
 UNRECOGNIZED = "unrecognized arguments: "
 ANY_ADDRESS = {"": "localhost", "0.0.0.0": "localhost", "::": "localhost"}
 VIEWER, HEALTH = "/viewer", ("/health", "/ready")
-ENGINE_DIED = 1
-CUT = (
-    "The server is ending and cut this request; send it again when the server is back."
-)
 # Streams that vLLM makes of a chat's, in whose events it cannot read the chat's error.
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 EVENT = b"event: "
 ENDING = "The server is ending and takes no new requests; send it again when the server is back."
-CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
-SEVERAL_SECONDS = 2.0  # the same; all processes of several servers take long to kill
+# After a first Ctrl-C; all processes of several servers take long to kill.
+SEVERAL_SECONDS = 2.0
 THREADS_END = "after shutdown"  # of the renderer, in Python's words
-KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 
 
 class ServerParser(FlexibleArgumentParser):
@@ -119,7 +111,7 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
         if interrupts is not None and interrupts.came:
             end_now(INTERRUPTED)
     # A node without a server ends by a signal, or because a process of it has died.
-    return ENGINE_DIED if args.headless else 0
+    return DIED if args.headless else 0
 
 
 def check_parsers(args: argparse.Namespace) -> None:
@@ -153,83 +145,6 @@ def refuse_unknown(model: str) -> None:
         )
 
 
-class ServerEnds(GracefulHTTPError, RetryableRequestError):
-    """A request is cut because the server ends.
-
-    vLLM's engine client passes the first kind of error on as it is, and its streams write the
-    second without a traceback in the log.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(CUT, HTTPStatus.SERVICE_UNAVAILABLE)
-
-
-class End:
-    """End a server so that its clients and supervisors see what happened."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.interrupted = False
-        self.is_cut = asyncio.Event()
-
-    def interrupt(self) -> None:
-        """Let running streams go on for a short while; end at once at the second call."""
-        if self.interrupted:
-            end_now(INTERRUPTED)
-        self.interrupted = True
-        running = self.state.engine_client.get_num_unfinished_requests()
-        if not running:
-            end_now(INTERRUPTED)
-        print(
-            f"diffuplug: running requests have {CUT_SECONDS} s to end ({running} are "
-            "left); Ctrl-C again cuts them now.",
-            file=sys.stderr,
-        )
-        asyncio.get_running_loop().call_later(CUT_SECONDS, self.cut)
-        # In a thread, since a loop with a backlog of outputs does not turn in time.
-        timer = threading.Timer(END_SECONDS, end_now, (INTERRUPTED,))
-        timer.daemon = True
-        timer.start()
-        os.kill(os.getpid(), signal.SIGTERM)  # vLLM lets requests run after this one
-
-    def cut(self) -> None:
-        """End requests that still run with an error."""
-        self.is_cut.set()
-        processor = self.state.engine_client.output_processor
-        # Streams that end with events of their own have ended by then.
-        loop = asyncio.get_running_loop()
-        loop.call_later(POLL_SECONDS, processor.propagate_error, ServerEnds())
-
-    async def cut_streams(self) -> None:
-        """Cut streams shortly before vLLM kills the engine, whose end would be their error."""
-        loop, server = asyncio.get_running_loop(), self.state.server
-        while not (server.should_exit or self.is_asked_for()):
-            await asyncio.sleep(POLL_SECONDS)
-        end = loop.time() + self.state.vllm_config.shutdown_timeout - KILL_SECONDS
-        while not server.should_exit and loop.time() < end:
-            await asyncio.sleep(POLL_SECONDS)
-        self.cut()
-
-    def has_our_model(self) -> bool:
-        """Return whether the renderer is ours, which knows of its end."""
-        return self.state.vllm_config.model_config.architecture in FAMILIES
-
-    def is_asked_for(self) -> bool:
-        """Return whether vLLM was asked to end, which ends the renderer first."""
-        return self.has_our_model() and self.state.engine_client.renderer.is_shut_down
-
-    def set_status(self) -> None:
-        """Exit with status 1 if the server ends because its engine has died."""
-        if not self.has_our_model():
-            return  # whether its end was asked for is not known
-        if self.state.engine_client.errored and not (
-            self.interrupted or self.is_asked_for()
-        ):
-            print("diffuplug: the engine has died; the server ends.", file=sys.stderr)
-            # After this call, and outside of it: servers keep what applications raise.
-            asyncio.get_running_loop().call_soon(sys.exit, ENGINE_DIED)
-
-
 class Lifecycle:
     """Pass every request on, and watch the start and the end of the application."""
 
@@ -249,6 +164,7 @@ class Lifecycle:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 tasks.append(asyncio.create_task(end.cut_streams()))
+                tasks.append(asyncio.create_task(end.watch_coordinator()))
                 # In the place of vLLM, which handles it as SIGTERM.
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGINT, end.interrupt)

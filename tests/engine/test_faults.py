@@ -31,6 +31,7 @@ from streams import (
 )
 
 from dllm_plugin import default_model
+from dllm_plugin.commands.server_end import COORDINATOR
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 from dllm_plugin.engine.worker.ranks import end_at_sigterm
 
@@ -51,6 +52,7 @@ UNBOUND = (
     "--max-model-len=4096",
 )
 STAGES = ("--pipeline-parallel-size=2", "--distributed-executor-backend=mp")
+REPLICAS = ("--data-parallel-size=2", "--api-server-count=1")
 ERROR_SECONDS = 10.0
 END_SECONDS = 60.0  # vLLM's watchdog looks every five
 READERS = 64
@@ -58,7 +60,10 @@ READERS = 64
 
 def named(server: Server, name: str) -> list[psutil.Process]:
     """The server's processes that write to its log under names that begin so."""
-    written = re.findall(rf"\({name}\w* pid=(\d+)\)", server.log.read_text())
+    pattern = rf"\({name}\w* pid=(\d+)\)"
+    if name == COORDINATOR:
+        pattern = r"DP Coordinator process \(PID: (\d+)\)"
+    written = re.findall(pattern, server.log.read_text())
     return [psutil.Process(int(pid)) for pid in sorted(set(written))]
 
 
@@ -153,13 +158,14 @@ def test_the_engine_is_killed(texts: list[str], tmp_path: Path) -> None:
     [
         (("--tensor-parallel-size=2",), "Worker_TP1"),
         (STAGES, "Worker_PP0"),
-        (("--data-parallel-size=2", "--api-server-count=1"), "EngineCore_DP1"),
+        (REPLICAS, "EngineCore_DP1"),
+        (REPLICAS, COORDINATOR),
     ],
 )
 def test_one_of_two_is_killed(
     options: tuple[str, ...], name: str, texts: list[str], tmp_path: Path
 ) -> None:
-    """A rank, the first stage of a pipeline, and a replica, which the other one depends on."""
+    """A rank, the first stage of a pipeline, a replica, and what replicas are told by."""
     with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
         killed(server, name, texts)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Send
 
-from dllm_plugin.commands.server import CUT, Lifecycle
+from dllm_plugin.commands.server import Lifecycle
+from dllm_plugin.commands.server_end import CUT
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 START = {"type": "http.response.start", "status": 200, "headers": []}
