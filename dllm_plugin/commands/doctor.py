@@ -231,11 +231,20 @@ def _report_memory(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     smaller = sizes_of(model.hf_text_config).weight_bytes(EIGHT_BITS)
     smaller /= vllm_config.parallel_config.world_size
     if weights - smaller >= request - room:
-        _line("  change", f"--quantization fp8_per_channel: {_gigabytes(smaller)}")
+        _line("  change", f"{in_eight_bits()}: {_gigabytes(smaller)}")
     elif room > 0:
         _line("  change", f"--max-model-len {positions}")
-    else:
+    elif weights < usable:
         _line("  change", "--max-num-seqs, or a checkpoint in four bits")
+    else:
+        _line("  change", "a checkpoint in four bits, or several GPUs")
+
+
+def in_eight_bits() -> str:
+    """Return what stores weights in 8 bits: CPUs refuse to quantise while they load."""
+    if current_platform.is_cpu():
+        return "a checkpoint in eight bits"
+    return "--quantization fp8_per_channel"
 
 
 def _gigabytes(count: float) -> str:

@@ -146,6 +146,18 @@ def test_doctor_says_what_fits(
     assert change is None or re.search(rf"change: +{change} \d+", report), report
 
 
+def test_doctor_names_no_option_that_a_cpu_refuses() -> None:
+    options = EngineArgs(
+        str(ROOT / "tests" / "goldens" / "checkpoints" / "tiny-sdar"),
+        quantization="fp8_per_channel",
+    )
+    if doctor.in_eight_bits().startswith("--"):
+        options.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    else:
+        with pytest.raises(ValueError, match="needs a GPU: .*stored in 8 bits"):
+            options.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
 def test_doctor_counts_what_a_rank_has() -> None:
     """Two heads of keys and values are halved by two ranks, and replicated by four."""
     register_configs()

@@ -28,6 +28,16 @@ ROWS = {
     "Stable-DiffCoder-8B": "stable-diffcoder:8b",
     "Fast_dLLM_v2_1.5B": "fast-dllm:1.5b",
     "Fast_dLLM_v2_7B": "fast-dllm:7b",
+    "LLaDA-MoE-7B-A1B": "llada-moe:7b-a1b",
+    "RND1-Base-0910": "rnd1:30b-a3b",
+    "WeDLM-7B": "wedlm:7b",
+    "I-DLM-8B, WeDLM-8B": "idlm:8b",
+    "I-DLM-32B": "idlm:32b",
+    "Nemotron-3B": "nemotron-diffusion:3b",
+    "Nemotron-8B": "nemotron-diffusion:8b",
+    "Nemotron-14B": "nemotron-diffusion:14b",
+    "Qwen3-0.6B-diffusion": "a2d:0.6b",
+    "Qwen2.5-Coder-0.5B-diffusion": "a2d:0.5b",
 }
 # Classes of configurations, by architecture.
 CONFIGS = {
@@ -38,6 +48,13 @@ CONFIGS = {
     "LLaDA2MoeModelLM": mixture_configs.LLaDA2Config,
     "StableDiffcoderForCausalLM": configs.StableDiffCoderConfig,
     "Fast_dLLM_QwenForCausalLM": configs.FastDLLMConfig,
+    "LLaDAMoEModelLM": mixture_configs.LLaDAMoEConfig,
+    "RND1LM": mixture_configs.RND1Config,
+    "IDLMForCausalLM": configs.SDARConfig,
+    "WeDLMBiasedForCausalLM": configs.WeDLMConfig,
+    "NemotronLabsDiffusionModel": configs.NemotronConfig,
+    "A2DQwen3LMHeadModel": configs.A2DQwen3Config,
+    "A2DQwen2LMHeadModel": configs.A2DQwen2Config,
 }
 
 

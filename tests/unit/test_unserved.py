@@ -1,10 +1,12 @@
 """Checkpoints that would load as a family of ours and print wrong text."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_model
 from dllm_plugin.models.checkpoints.unserved import (
     refuse_unserved,
@@ -126,7 +128,7 @@ def test_token_of_the_tokenizer_is_read(checkpoint, vllm_config_for):
 
 
 def test_published_keys_are_known(checkpoints, registered):
-    for path in checkpoints.iterdir():
+    for path in (*checkpoints.iterdir(), Path(default_model.path())):
         config = AutoConfig.from_pretrained(path)
         adopt(config)
         assert unknown_keys(config) == [], path.name
