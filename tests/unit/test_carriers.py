@@ -273,3 +273,38 @@ def test_the_table_of_the_design_is_true() -> None:
     for name in pairs - {"pack_departures"}:  # which packs several ids
         if name.startswith("pack_"):
             assert any(other.startswith(f"un{name}") for other in pairs), name
+
+
+def private_writes(tree: ast.Module) -> set[str]:
+    """Private attributes of other objects than `self` that a module sets, or changes in place."""
+    places: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            places += node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            places.append(node.target)
+    written = set()
+    while places:
+        place = places.pop()
+        if isinstance(place, (ast.Tuple, ast.List)):
+            places += place.elts
+        elif isinstance(place, ast.Subscript):
+            places.append(place.value)
+        elif isinstance(place, ast.Attribute) and ast.unparse(place.value) != "self":
+            written.add(place.attr)
+    return {name for name in written if re.match(r"_[a-z]", name)}
+
+
+# Of a copy of a request, which vLLM never sees.
+OF_COPIES = {"_all_token_ids"}
+
+
+def test_the_design_names_private_attributes_that_are_written() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = text.partition("Written without a public way")[2].partition("\n## ")[0]
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        found |= private_writes(ast.parse(path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"\b_[a-z]\w*\b", text))
+    # A slice of the scheduler's own list is deleted through `self`.
+    assert found - OF_COPIES == named - {"_spec_token_placeholders"}

@@ -85,6 +85,20 @@ def test_python_compiles(block: Block) -> None:
     compile(block.text, block.page, "exec")
 
 
+def test_objects_of_options_are_taken() -> None:
+    """Those in sentences, such as `--structured-outputs-config '{...}'`, by vLLM's parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, found = make_arg_parser(FlexibleArgumentParser()), 0
+    for page in PAGES:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        for option, value in re.findall(r"`(--[\w-]+) '(\{.*?\})'`", text):
+            parser.parse_args(["--model", "x", option, value])
+            found += 1
+    assert found
+
+
 def test_request_arguments_exist() -> None:
     """Every `dllm_*` name in the pages is one that a request may set."""
     known = {REQUEST_PREFIX + name for name in ARGUMENTS} | {"dllm_plugin"}

@@ -96,6 +96,15 @@ def test_wheel_holds_the_package_and_the_bundled_model(tmp_path: Path) -> None:
     assert (found - expected, expected - found) == (set(), set())
 
 
+def test_the_source_distribution_holds_every_folder() -> None:
+    """By MANIFEST.in, or by setuptools itself; files in packages are those of the wheel."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tops = {name.split("/")[0] for name in done.stdout.splitlines()}
+    included = set((ROOT / "MANIFEST.in").read_text(encoding="utf-8").split())
+    included |= {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml"}
+    assert tops <= included | {"dllm_plugin", "diffuplug_bench"}
+
+
 def test_the_bundled_model_is_data_only() -> None:
     """Its one module says where it lies."""
     folder = Path(default_model.path())
