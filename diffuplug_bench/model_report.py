@@ -19,7 +19,12 @@ from typing import Any
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.models import check_model, resolve
-from dllm_plugin.commands.options import Parser, add_model, positive
+from dllm_plugin.commands.options import (
+    Parser,
+    add_memory_share,
+    add_model,
+    positive,
+)
 
 LIMIT, VERIFIED = 100, 3
 COMMAND = (sys.executable, "-m", "dllm_plugin.commands.cli")
@@ -65,6 +70,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--output", type=Path, help="file (default: report-MODEL.md in this folder)"
     )
+    add_memory_share(parser)
     return parser
 
 
@@ -78,6 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     if named is not None:
         of_model = ["--model", resolve(named)]
         check_model(of_model[1])
+    of_engine = [*of_model]
+    if args.gpu_memory_utilization is not None:
+        of_engine += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
     name = re.sub(r"[^\w.-]+", "-", named or "bundled").strip("-")
     output = args.output or Path(f"report-{name}.md")
     if not output.parent.is_dir():
@@ -87,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         questions = args.questions or _write_problems(Path(folder), args.limit)
         for words in (
             ["doctor", *of_model],
-            ["verify", *of_model, "--limit", str(VERIFIED)],
-            ["eval", *of_model, "--questions", questions, "--limit", str(args.limit)],
-            ["bench", "step", *of_model],
+            ["verify", *of_engine, "--limit", str(VERIFIED)],
+            ["eval", *of_engine, "--questions", questions, "--limit", str(args.limit)],
+            ["bench", "step", *of_engine],
         ):
             parts.append(run_part(words))
             print(f"{words[0]}: {parts[-1].seconds:.0f} s", flush=True)

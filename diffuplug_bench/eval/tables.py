@@ -7,10 +7,12 @@ from dllm_plugin.commands.models import resolve
 from dllm_plugin.commands.offline import engine_options, spin_briefly
 from dllm_plugin.commands.options import (
     DECODE_OPTIONS,
+    MODEL,
     Parser,
     add_count,
     add_dtype,
     add_flags,
+    add_memory_share,
     add_switch,
     add_value,
     add_verbose,
@@ -39,8 +41,8 @@ def build_parser() -> Parser:
         add_value(parser, flag_of(name), "Q", "compare with the unquantised engine")
     add_verbose(parser)
     scored = parser.add_argument_group("with --questions or --schedule")
-    words = "folder or hub name (default: the bundled model)"
-    add_value(scored, "--model", "MODEL", words)
+    add_value(scored, "--model", "MODEL", MODEL)
+    add_memory_share(scored)
     words = "JSON lines with question and answer"
     add_value(scored, "--questions", "FILE", words)
     add_flags(scored, DECODE_OPTIONS)
@@ -104,6 +106,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--all has policies of its own: leave it, or --schedule and --questions, out"
         )
-    for name in given(args, ("model", *DECODE_OPTIONS)):
+    for name in given(args, ("model", "gpu_memory_utilization", *DECODE_OPTIONS)):
         if not of_any_model:
             raise ValueError(f"{flag_of(name)} needs --questions or --schedule")

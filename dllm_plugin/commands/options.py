@@ -141,9 +141,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that starts an engine, but its model."""
     engine = parser.add_argument_group("engine")
     add_dtype(engine)
-    words = "as in vLLM; on a CPU, the share of its memory"
-    add_value(engine, "--gpu-memory-utilization", "SHARE", words, type=float)
+    add_memory_share(engine)
     add_decode_options(parser)
+
+
+def add_memory_share(parser: Any) -> None:
+    """Add the option that a CPU with little free memory needs."""
+    words = "as in vLLM; on a CPU, the share of its memory"
+    add_value(parser, "--gpu-memory-utilization", "SHARE", words, type=float)
 
 
 def add_dtype(parser: Any) -> None:

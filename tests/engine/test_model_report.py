@@ -23,7 +23,8 @@ def test_the_report_of_the_bundled_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "report.md"
-    assert cli.main(["report", "--limit", "8", "--output", str(output)]) == 0
+    words = ["--limit", "8", "--gpu-memory-utilization", "0.2"]
+    assert cli.main(["report", *words, "--output", str(output)]) == 0
     assert f"written to {output}" in capsys.readouterr().out
     text = output.read_text(encoding="utf-8")
     (record,) = re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)

@@ -138,6 +138,7 @@ COMMAND_OPTIONS = {
             *DECODE,
             "--all",
             "--dtype",
+            "--gpu-memory-utilization",
             "--help",
             "--json",
             "--limit",

@@ -109,6 +109,7 @@ from dllm_plugin.commands import cli, models, phases
             "but the model has 4096",
         ),
         (["eval", "--model", "x"], "--model needs --questions or --schedule"),
+        (["eval", "--gpu-memory-utilization", "0.5"], "needs --questions or --sch"),
         (["eval", "--threshold", "0.5"], "--threshold needs --questions or --schedule"),
         (["eval", "--schedule", "8,x"], "--schedule must be widths"),
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
