@@ -148,7 +148,9 @@ class ObservedRatios:
     narrow steps cost as much as wider ones. Loads are numbers of requests to a power of two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain_apart: bool = False) -> None:
+        """Begin without history; `plain_apart`: the first width says what others do not show."""
+        self.plain_apart = plain_apart
         self._step = 0
         # Of a load, by the place of a width.
         self._means: dict[int, dict[int, _Mean]] = {}
@@ -170,11 +172,15 @@ class ObservedRatios:
         """Return the ratios of widths; one not tried lately has that of the nearest."""
         means = self._means.get(requests.bit_length(), {})
         tried = [place for place in means if self._weight(means[place]) >= LEAST_WEIGHT]
-        if not tried:
-            return [1.0] * len(places)
-        return [
-            means[min(tried, key=lambda t: abs(t - place))].ratio for place in places
-        ]
+        found = []
+        for place in places:
+            alike = tried
+            if self.plain_apart and place == 0:
+                # Drafts cost more beside their graph; so plain steps are tried if they may pay.
+                alike = [0] if 0 in tried else []
+            nearest = min(alike, key=lambda t: abs(t - place), default=None)
+            found.append(1.0 if nearest is None else means[nearest].ratio)
+        return found
 
     def _weight(self, mean: _Mean) -> float:
         return float(mean.weight * FADE ** (self._step - mean.step))

@@ -23,6 +23,8 @@ LOAD_CHANGE = 1 / 8  # of the running requests, which brings a choice about at o
 MARGIN = 1.03  # what another width has to promise
 CYCLE, TRIALS = 64, 6  # of so many steps, how many try the width beside the chosen one
 DRAFTS_CYCLE = 256  # a trial of drafts that are refused costs a step its token
+TRIAL_COST = 0.003  # of the tokens of plain steps, what trials of drafts may cost
+FEWEST, MOST = 5, 16  # steps of such a trial
 GOOD_ENOUGH = 0.9  # `balanced`: the widest with this share of the best rate
 MOST_WIDTHS = 6  # for each number of requests
 WORTH = 0.8  # of the best rate, at some acceptance and context
@@ -94,13 +96,14 @@ class WidthController:
             every
         ]
         self.costs = costs
-        self.ratios = ObservedRatios()
+        self.ratios = ObservedRatios(plain_apart=drafted is not None)
         self.balanced = balanced
         self.acceptance: Acceptance | DraftAcceptance = Acceptance(widths, shift)
-        self._cycle, self._alone_too = CYCLE, False
+        self._cycle, self._drafts = CYCLE, drafted is not None
+        self._trials, self._tried = TRIALS, 0
         if drafted is not None:
             self.acceptance = DraftAcceptance(widths, drafted)
-            self._cycle, self._alone_too = DRAFTS_CYCLE, True
+            self._cycle = DRAFTS_CYCLE
         self.current: int | None = None
         self.changes = 0
         self.fitted = PRIOR
@@ -117,6 +120,9 @@ class WidthController:
         for place, ratio in zip(places, self.ratios.of(requests, places), strict=True):
             cost = self.costs.step(requests, self.widths[place], context)
             rates[place] = requests * tokens[place] / (cost * ratio)
+        if self._drafts:
+            # Near the break-even plain steps are chosen: their tokens are certain.
+            rates[0] *= MARGIN
         return rates
 
     def may(self, requests: int) -> np.ndarray:
@@ -126,20 +132,34 @@ class WidthController:
     def width(self, requests: int, context: int) -> int:
         """Return the width of the next step."""
         moved = abs(requests - self._requests) > LOAD_CHANGE * self._requests
-        settled = self._cycle - TRIALS
+        settled = self._cycle - self._trials
         place = self._steps % self._cycle
         self._steps += 1
         if self.current is None or moved or (place % EVERY == 0 and place < settled):
-            chosen = choose(self.rates(requests, context), self.current, self.balanced)
+            rates = self.rates(requests, context)
+            chosen = choose(rates, self.current, self.balanced)
             self.changes += self.current is not None and chosen != self.current
             self.current, self._requests = chosen, requests
-        if place < settled or (requests == 1 and not self._alone_too):
+            if self._drafts:
+                self._plan_trial(rates)
+        if place < settled or (requests == 1 and not self._drafts):
             return self.widths[self.current]
+        if self._drafts and self.current == 0:
+            return self.widths[self._tried]
         may = np.flatnonzero(self.may(requests))
         beside = bisect_left(may, self.current) + (
             1 if (self._steps - 1) // self._cycle % 2 == 0 else -1
         )
         return self.widths[int(may[min(max(beside, 0), len(may) - 1)])]
+
+    def _plan_trial(self, rates: np.ndarray) -> None:
+        """Choose which drafts plain steps try, and how long: as long as it costs little."""
+        self._trials, self._tried = TRIALS, 0
+        if self.current == 0 and rates[1:].any():
+            self._tried = 1 + int(rates[1:].argmax())
+            lost = 1 - MARGIN * rates[self._tried] / rates[0]
+            steps = TRIAL_COST * self._cycle / max(lost, TRIAL_COST)
+            self._trials = int(min(max(steps, FEWEST), MOST))
 
     def observe(self, width: int, requests: int, tokens: int) -> None:
         """Update acceptance by the result of a step of one width, in order."""
