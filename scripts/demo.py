@@ -143,7 +143,8 @@ def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
     finally:
         os.close(descriptor)
         if not (keep and done):
-            stop(process)
+            # A ready server without requests ends at once by Ctrl-C, by SIGTERM in seconds.
+            stop(process, signal.SIGINT if done else signal.SIGTERM)
         if failed:
             print(f"demo: the server's log: {log}", file=sys.stderr)
         elif verbose or not (keep and done):
@@ -175,9 +176,9 @@ def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) ->
     raise RuntimeError(f"the server was not up after {START_SECONDS} seconds")
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to stop; kill it if it does not."""
-    process.terminate()
+def stop(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Ask the server by a signal to stop; kill it if it does not."""
+    process.send_signal(number)
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
