@@ -22,6 +22,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "engine/test_templates.py",
         "engine/test_full_memory.py",
         "engine/test_targets.py",
+        "engine/test_full_ahead.py",  # decodes the same texts by the plain loops
     ),
     D2F: (
         "engine/test_batching.py",
@@ -92,7 +93,6 @@ LONGEST = (
     "engine/test_a2d.py",
     "engine/test_structure_goldens.py",
     "engine/test_batching.py",
-    "engine/test_full_ahead.py",
     "engine/test_omni_pipelines.py",
     "engine/test_omni_hidden_states.py",
     "engine/test_schedules.py",

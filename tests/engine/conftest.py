@@ -25,6 +25,7 @@ import forked  # noqa: E402
 import heap  # noqa: E402
 from engines import CHECKPOINTS, FAMILIES, MASK_IDS, EngineRoom, named_engines  # noqa: E402
 from processes import INSIDE, KEYED, KILLED_SOON, Server, serving  # noqa: E402
+from waits import sleep_between_messages  # noqa: E402
 
 from dllm_plugin import default_model  # noqa: E402
 from dllm_plugin.reference.model import PlainModel  # noqa: E402
@@ -69,6 +70,12 @@ def kernels_are_registered_once() -> Iterator[None]:
     patch.setattr(CpuPlatform, "register_triton_kernel_overrides", once)
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def asleep() -> None:
+    """In engines of this process that have workers of their own."""
+    sleep_between_messages()
 
 
 @pytest.fixture(scope="session", autouse=True)

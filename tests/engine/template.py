@@ -21,6 +21,7 @@ import heap
 import stand_in
 from preload import APPLIED, ENVIRONMENT, LIBRARIES, import_all
 from take_over import PLACE, end_of, program_of, take_over
+from waits import sleep_between_messages
 
 
 @dataclass
@@ -217,6 +218,7 @@ def main(python: str) -> None:
     sys.executable = python
     before = dict(ENVIRONMENT)
     decided = import_all()
+    sleep_between_messages()
     after = {k: v for k, v in ENVIRONMENT.items() if before.get(k) != v}
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads, and a fork takes one along"

@@ -20,9 +20,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of an environment that has the wheel and what vLLM needs."""
     folder = tmp_path_factory.mktemp("installed")
     wheel = build_wheel(folder)
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    make = [sys.executable, "-m", "venv", "--without-pip", folder / "venv"]
+    subprocess.run(make, check=True)
     python = folder / "venv" / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    install = [sys.executable, "-m", "pip", "--python", python, "install"]
+    install += ["--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, wheel], check=True)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # Packages there are found after the wheel's, the editable install of this tree is not.

@@ -215,10 +215,16 @@ def test_a_long_queue_costs_no_step_time(
     for i in range(LONG):
         engine.add_request(str(i), {"prompt_token_ids": [i % 250] * (1 + i % 3)}, wish)
     order: list[int] = []
+    gone = range(0)
     while engine.has_unfinished_requests():
         order += [int(output.request_id) for output in engine.step() if output.finished]
-    assert len(order) == LONG
-    assert max(abs(place - i) for place, i in enumerate(order)) < 3 * SLOTS
+        if len(seconds["long"]) == 24 and not gone:
+            gone = range(order[-1] + 3 * SLOTS, LONG - LONG // 10)
+            engine.abort_request([str(i) for i in gone])
+    assert len(order) == LONG - len(gone)
+    places = [i for i in range(LONG) if i not in gone]
+    apart = [abs(place - places.index(i)) for place, i in enumerate(order)]
+    assert max(apart) < 3 * SLOTS
     assert min(map(len, seconds.values())) >= 10
     assert median(seconds["long"]) < 1.5 * median(seconds["short"])
     assert free_pages(llm) == pages and not core.requests and not core.records
