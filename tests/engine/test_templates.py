@@ -41,7 +41,7 @@ TAIL = a_prompt(9, 4)
 @every_decoder
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, llm: Any) -> None:
     """Alone, and in one batch with ordinary requests."""
-    gaps, jobs = random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
+    gaps, jobs = random_gap_jobs(decoder, 10), random_jobs(decoder, 4)
     before = scheduler(llm).num_computed_positions
     both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[
         4:
@@ -64,7 +64,7 @@ def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, llm: Any) -> None:
 @every_decoder
 def test_refreshes_that_cost_less_see_the_tail(decoder: Decoder, llm: Any) -> None:
     """A block without a gap counts among the blocks, of which some begin with a full refresh."""
-    gaps = random_gap_jobs(decoder, 16, seed=2, approximate=True)
+    gaps = random_gap_jobs(decoder, 10, seed=2, approximate=True)
     for (job, text), output in zip(
         gaps, run(llm, [job for job, _ in gaps]), strict=True
     ):
