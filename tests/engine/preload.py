@@ -2,6 +2,9 @@
 
 import importlib
 import os
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 IMPORTED = (
@@ -13,6 +16,15 @@ IMPORTED = (
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
+)
+ROOT = Path(__file__).parents[2]
+OURS = (
+    "dllm_plugin.engine.config_hook",
+    "dllm_plugin.engine.scheduling.grammar_scheduler",
+    "dllm_plugin.engine.worker.cpu_worker",
+    "dllm_plugin.api.plugin",
+    "dllm_plugin.commands.cli",
 )
 # Read while libraries are loaded, where Python sees nothing of it.
 LIBRARIES = (
@@ -102,7 +114,28 @@ KEPT = Noting()  # by whoever said `from os import environ`
 def import_all() -> set[str]:
     """Import what takes long; return the variables that decided anything."""
     os.environ = KEPT  # type: ignore[assignment]  # noqa: B003
-    for name in IMPORTED:
+    sys.path.insert(0, str(ROOT))
+    for name in IMPORTED + OURS:
         importlib.import_module(name)
+    register_kernels()
+    sys.path.remove(str(ROOT))
     os.environ = ENVIRONMENT  # noqa: B003
     return KEPT.asked - APPLIED
+
+
+def register_kernels() -> None:
+    """Register vLLM's kernels for the CPU once: each worker would search all modules for them."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    with warnings.catch_warnings(action="ignore"):  # of torch's own names
+        CpuPlatform.register_triton_kernel_overrides()
+    done = classmethod(lambda cls: None)
+    CpuPlatform.register_triton_kernel_overrides = done  # type: ignore[assignment]
+
+
+def is_other_package(pythonpath: str) -> bool:
+    """Whether a process with this PYTHONPATH finds another package of ours than the checkout's."""
+    for folder in filter(None, pythonpath.split(os.pathsep)):
+        if Path(folder, "dllm_plugin").is_dir():
+            return Path(folder).resolve() != ROOT.resolve()
+    return False

@@ -19,7 +19,7 @@ from typing import Any
 
 import heap
 import stand_in
-from preload import APPLIED, ENVIRONMENT, LIBRARIES, import_all
+from preload import APPLIED, ENVIRONMENT, LIBRARIES, import_all, is_other_package
 from take_over import PLACE, end_of, program_of, take_over
 from waits import sleep_between_messages
 
@@ -119,6 +119,8 @@ class Template:
     def refusal(self, request: dict[str, Any]) -> str:
         """Why a new interpreter would differ from a fork, if it would."""
         wanted = request["environment"]
+        if is_other_package(wanted.get("PYTHONPATH", "")):
+            return "PYTHONPATH"
         for name in sorted(wanted.keys() | self.environment.keys()):
             decides = name in self.decided or name.startswith(LIBRARIES)
             if not decides or name in APPLIED:

@@ -193,11 +193,16 @@ def test_processes_that_it_spawns(python: str, tmp_path: Path) -> None:
     assert lines[1:] == ["4", "-15"] and done.returncode == 0
 
 
-def test_vllm_is_there_and_our_package_is_not() -> None:
-    """It comes from the checkout, or from where PYTHONPATH says."""
-    code = "import sys, os; print('vllm' in sys.modules, 'dllm_plugin' in sys.modules, os.getpid())"
+def test_vllm_is_there_and_our_package_of_the_checkout(tmp_path: Path) -> None:
+    """Where PYTHONPATH says otherwise, Python itself starts."""
+    code = (
+        "import sys; print('vllm' in sys.modules, 'dllm_plugin.engine' in sys.modules)"
+    )
     done = run(PYTHON, "-c", code)
-    assert done.stdout.split()[:2] == ["True", "False"]
+    assert done.stdout.split() == ["True", "True"]
+    (tmp_path / "dllm_plugin").mkdir()
+    done = run(PYTHON, "-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.stdout.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize("variable", ["OMP_PROC_BIND", "VLLM_TARGET_DEVICE"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from documented import ROOT
-from processes import KEY, environment, free_port, ready
+from processes import INSIDE, KEY, environment, free_port, ready
 from wheels import build_wheel
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_the_command_of_the_image_answers(programs: Path, tmp_path: Path) -> Non
     command[0] = str(programs / command[0])
     command[command.index("8000")] = str(port)
     settings = variables(programs) | {"VLLM_API_KEY": KEY}
-    with ready(command, port, tmp_path / "log", **settings) as server:
+    with ready(command, port, tmp_path / "log", **INSIDE, **settings) as server:
         models = f"{server.url}/v1/models"
         assert httpx.get(models, timeout=60).status_code == 401
         server.headers["Authorization"] = f"Bearer {KEY}"
