@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),
 ]
 
-TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "120"))
+TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "160"))
 TOGETHER = 7  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64, 96)
 
