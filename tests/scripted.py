@@ -133,18 +133,23 @@ class Loop:
             req_states=self.req_states,
             sampling_states=SamplingStates(slots, self.vocab),
         )
+        size = StepSize(
+            rows=4096,
+            slots=slots,
+            positions=self.canvas_length,
+            vocab=self.vocab,
+            shard=self.vocab,
+            logit_bytes=4,
+            logprobs=self.vocab,
+        )
         self.sampler = DiffusionSampler(
-            owner, self.states, self.model_config, 4096, shard=self.shard
+            owner, self.states, self.model_config, size, shard=self.shard
         )
         # As vLLM's, made before any step: tensors that steps make are of another kind, and what is
         # compiled for one serves no other.
         self.seq_lens = torch.zeros(slots, dtype=torch.int32, device=DEVICE)
         self.free = list(range(slots))
         self.running: list[Run] = []
-
-    def step_size(self) -> StepSize:
-        """The size of a full step."""
-        return self.sampler.step_size(torch.zeros(1, self.vocab))
 
     def start(
         self,

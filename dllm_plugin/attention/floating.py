@@ -5,6 +5,7 @@ them empty: how many positions a step computes is known on the host, where the r
 Shapes as in :mod:`dllm_plugin.attention.sequences`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 def floating_sequences(
     batch: "InputBatch",
     states: CanvasStates,
-    block_tables: tuple[Tensor, ...],
+    block_tables: Sequence[Tensor],
     per_canvas: int,
 ) -> SequenceTensors:
     """List the sequences of any batch: canvases first, then prefills without empty ones."""

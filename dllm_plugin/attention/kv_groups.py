@@ -25,7 +25,7 @@ class KVGroups(NamedTuple):
 
     max_seq_len: int
     positions: Tensor
-    block_tables: "tuple[Tensor, ...] | list[Tensor]"
+    block_tables: Sequence[Tensor]
     slot_mappings: Tensor
     attn_groups: "list[list[AttentionGroup]]"
     kv_cache_config: "KVCacheConfig"

@@ -8,6 +8,7 @@ A sequence is a run of queries with keys of its own, as variable-length attentio
 query segment is one, so a step can have more sequences than requests.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ def upload(
     batch: "InputBatch",
     states: CanvasStates,
     sequences: Sequences,
-    block_tables: tuple[Tensor, ...],
+    block_tables: Sequence[Tensor],
 ) -> SequenceTensors:
     """Copy sequences to the device, and compute there how many keys each sees."""
     count = len(sequences.length_B)

@@ -23,7 +23,7 @@ Learned from experience:
 Shape letters: R requests, B sequences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,9 +55,7 @@ from .prefills import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.utils import AttentionGroup
 
 
 def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
@@ -157,24 +155,13 @@ class AttentionSequences:
     def build(
         self,
         batch: "InputBatch",
+        groups: KVGroups,
         cudagraph_mode: CUDAGraphMode,
-        block_tables: tuple[Tensor, ...],
-        slot_mappings: Tensor,
-        attn_groups: "list[list[AttentionGroup]]",
-        kv_cache_config: "KVCacheConfig",
         for_capture: bool,
     ) -> dict[str, Any]:
         """Build the metadata of one step for vLLM's attention backends."""
         # Only `for_capture` announces capture; its mode argument is NONE.
         is_full = for_capture or cudagraph_mode == CUDAGraphMode.FULL
-        groups = KVGroups(
-            self.states.max_model_len,
-            batch.positions,
-            block_tables,
-            slot_mappings,
-            attn_groups,
-            kv_cache_config,
-        )
         if self.method.causal_rows:
             return causal_metadata(batch, groups, is_full, for_capture)
         length = self._uniform_length(batch, is_full)
@@ -182,7 +169,9 @@ class AttentionSequences:
         least = self.cascade_from.get(length)
         use_cascade = least is not None and requests >= least
         # One row of the block table per request is enough for spans and for a cascade.
-        tables = () if self.spans is not None or use_cascade else block_tables
+        tables = groups.block_tables
+        if self.spans is not None or use_cascade:
+            tables = ()
         list_sequences = self.captured if is_full else self.eager
         sequences = list_sequences(batch, tables)
         count = len(sequences.seq_lens)
@@ -257,7 +246,7 @@ class AttentionSequences:
         return 0 if has_prompts or (spans != length).any() else length
 
     def eager(
-        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+        self, batch: "InputBatch", block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""
         if self.states.floating is not None:
@@ -273,7 +262,7 @@ class AttentionSequences:
         return found
 
     def captured(
-        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+        self, batch: "InputBatch", block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """Fill the buffers that graphs read: all sequences of canvases, then empty ones.
 
@@ -338,7 +327,7 @@ class AttentionSequences:
             self.unseen_RS = on_device
 
     def _captured_floating(
-        self, batch: "InputBatch", block_tables: tuple[Tensor, ...]
+        self, batch: "InputBatch", block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """Fill those buffers for floating canvases, whose sequences only the device knows."""
         padded = batch.num_reqs_after_padding
@@ -373,7 +362,7 @@ class AttentionSequences:
         self.unseen_RS = async_tensor_h2d(unseen, device=self.device)
         self.seq_lens[stops.size : len(starts) - 1] = 0
 
-    def _persistent(self, tables: tuple[Tensor, ...], padded: int) -> list[Tensor]:
+    def _persistent(self, tables: Sequence[Tensor], padded: int) -> list[Tensor]:
         """Copy each request's row of the block tables to the rows of all its sequences."""
         widths = [table.shape[1] for table in tables]
         if widths != [buffer.shape[1] for buffer in self.block_tables]:

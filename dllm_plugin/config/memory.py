@@ -56,7 +56,6 @@ def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     model = vllm_config.model_config
     scheduler = vllm_config.scheduler_config
     slots, vocab = scheduler.max_num_seqs, model.get_vocab_size()
-    assert isinstance(model.dtype, torch.dtype)
     shard = vocab
     if config.vocab_parallel:
         padded = -(-vocab // PADDED_TO) * PADDED_TO
@@ -67,7 +66,7 @@ def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
         positions=config.canvas_length,
         vocab=vocab,
         shard=shard,
-        logit_bytes=model.dtype.itemsize,
+        logit_bytes=model.head_dtype.itemsize,
         logprobs=min(model.max_logprobs, vocab),
     )
 

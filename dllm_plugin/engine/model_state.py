@@ -16,7 +16,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.backends import flash_version
 from dllm_plugin.attention.cascade import cascade_from
-from dllm_plugin.attention.kv_groups import clear_pages
+from dllm_plugin.attention.kv_groups import KVGroups, clear_pages
 from dllm_plugin.attention.sequences import AttentionSequences
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.memory import step_size
@@ -76,7 +76,6 @@ class DiffusionModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Return our sampler, on the state of vLLM's."""
         self.place_canvases(sampler.req_states)
-        max_rows = step_size(self.vllm_config, self.config).rows
         shard = None
         if self.config.vocab_parallel:
             head: Any = self.model.lm_head
@@ -86,7 +85,7 @@ class DiffusionModelState(ModelState):
             sampler,
             self.states,
             self.model_config,
-            max_rows,
+            step_size(self.vllm_config, self.config),
             self.config.compile_step,
             shard,
             self.vllm_config.max_concurrent_batches - 1,
@@ -181,14 +180,16 @@ class DiffusionModelState(ModelState):
             self.sampler.trust_block_cache(input_batch, slot_mappings)
         elif self.config.method.causal:
             self._find_starts(input_batch)
-        metadata = self.sequences.build(
-            input_batch,
-            cudagraph_mode,
+        groups = KVGroups(
+            self.states.max_model_len,
+            input_batch.positions,
             block_tables,
             slot_mappings,
             attn_groups,
             kv_cache_config,
-            for_capture,
+        )
+        metadata = self.sequences.build(
+            input_batch, groups, cudagraph_mode, for_capture
         )
         if self.config.draft_adapter is not None:
             self._mark_drafts(input_batch)

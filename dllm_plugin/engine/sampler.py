@@ -52,7 +52,7 @@ class DiffusionSampler:
         sampler: Any,
         states: CanvasStates,
         model_config: ModelConfig,
-        max_rows: int,
+        size: StepSize,
         compiles: bool = False,
         shard: VocabShard | None = None,
         steps_in_flight: int = 0,
@@ -60,7 +60,7 @@ class DiffusionSampler:
         """Make the parts of a step.
 
         Args:
-            max_rows: the most logits rows of a step.
+            size: the size of a full step.
             compiles: compile the step at the first call, which is vLLM's memory profile.
             shard: the columns that the logits have; None for all of them.
             steps_in_flight: how many steps are launched before the result of a step is known.
@@ -88,8 +88,7 @@ class DiffusionSampler:
         self._dirty = True  # whether `sampling_states` has something for the device
         self.compiles = compiles
         self.reserved = False  # whether vLLM's memory profile saw a full step
-        self.max_rows = max_rows
-        self.max_logprobs = min(model_config.max_logprobs, vocab_size)
+        self.size = size
         self.num_positions = states.canvas_NC.shape[1]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -158,7 +157,7 @@ class DiffusionSampler:
         """
         if logits.is_cuda and not self.reserved:
             self.reserved = True
-            self._reserve_peak(logits)
+            self._reserve_peak()
             if self.compiles:
                 self.compile()
             self._warm_up_kernels(logits)
@@ -224,22 +223,10 @@ class DiffusionSampler:
         slots_R = batch.idx_mapping
         self.states.copy_rows(slots_R[source], slots_R[target])
 
-    def _reserve_peak(self, logits: Tensor) -> None:
+    def _reserve_peak(self) -> None:
         """Allocate what a full step takes, for vLLM's memory profile, which runs no canvas."""
-        count = reserved_bytes(self.step_size(logits))
-        torch.empty(count, dtype=torch.uint8, device=logits.device)
-
-    def step_size(self, logits: Tensor) -> StepSize:
-        """Return the size of a full step with rows like these."""
-        return StepSize(
-            rows=self.max_rows,
-            slots=len(self.states.open_N),
-            positions=self.num_positions,
-            vocab=self.rules.vocab_size,
-            shard=logits.shape[1],
-            logit_bytes=logits.element_size(),
-            logprobs=self.max_logprobs,
-        )
+        count = reserved_bytes(self.size)
+        torch.empty(count, dtype=torch.uint8, device=self.states.device)
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the steps without active features."""
@@ -276,7 +263,8 @@ class DiffusionSampler:
         for feature in active:
             feature.start_step(step)
         policies = self.decider.policies_of(step.slots_np)
-        stats = self.proposer.propose_step(step, policies, active)
+        rows = step.chunks, step.slots_np, step.num_rows
+        stats = self.proposer.propose(*rows, active, policies.want_ranking)
         self.rows.keep_carry_rows()
         decided = self.decider.run(step, stats, policies, active)
         self.rows.keep_counts(step, decided.left_R)

@@ -210,7 +210,7 @@ def test_doctor_computes_what_the_engine_reserves(llm: Any) -> None:
     """From the configuration, before there is an engine: logits, copies and tables."""
     vllm_config, sampler = llm.llm_engine.vllm_config, sampler_of(llm)
     size = step_size(vllm_config, get_decode_config(vllm_config))
-    logits = torch.zeros(1, size.shard)
+    assert sampler.size == size
     with Reserved() as reserved:
-        sampler._reserve_peak(logits)
+        sampler._reserve_peak()
     assert reserved.num_bytes == reserved_bytes(size) > size.rows * size.vocab * 4

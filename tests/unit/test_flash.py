@@ -26,6 +26,7 @@ from dllm_plugin.attention.flash import (
     SegmentFlashMetadata,
     schedule_size,
 )
+from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.prefills import max_sequences, sequences_per_canvas
 from dllm_plugin.attention.sequences import AttentionSequences, batch_sequences
 from dllm_plugin.config.decode import get_decode_config
@@ -207,9 +208,8 @@ def test_a_graph_sees_the_same_sizes_and_buffers(
             torch.zeros(1, 4 * length).long(),
         )
         for_capture, mode = count == 4, CUDAGraphMode.FULL
-        metadata = sequences.build(
-            batch, mode, tables, slots, [[group]], cache, for_capture
-        )["x"]
+        groups = KVGroups(64, batch.positions, tables, slots, [[group]], cache)
+        metadata = sequences.build(batch, groups, mode, for_capture)["x"]
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
         sizes = [(tensor.shape, tensor.data_ptr()) for tensor in tensors]
         lengths = (
@@ -222,9 +222,8 @@ def test_a_graph_sees_the_same_sizes_and_buffers(
         assert not metadata.seq_lens[3 * count :].any()
     # vLLM's profile of graph memory runs before the context is fitted to the cache.
     tables = (torch.ones(4, 3, dtype=torch.int32),)
-    fitted = sequences.build(batch, mode, tables, slots, [[group]], cache, True)[
-        "x"
-    ].block_table
+    groups = groups._replace(block_tables=tables)
+    fitted = sequences.build(batch, groups, mode, True)["x"].block_table
     assert (
         fitted.shape == (12, 3)
         and sequences.block_tables[0].data_ptr() == fitted.data_ptr()

@@ -254,7 +254,7 @@ def test_what_the_memory_profile_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "COUNTED_AT_ONCE", 1 << 11)
     loop = Loop(D2F, max_model_len=200)
     feature = loop.sampler.features[Penalties]
-    shown = penalty_bytes(loop.step_size())
+    shown = penalty_bytes(loop.sampler.size)
     for i in range(8):
         params = sampling(16, None, presence_penalty=1.0)
         loop.start([i] * 180, Hashed(i), params, f"{i}")
@@ -271,4 +271,4 @@ def test_what_the_memory_profile_is_shown(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(feature, "start_rows", counted)
     loop.run()
-    assert 0 < max(made) + stored <= shown < reserved_bytes(loop.step_size())
+    assert 0 < max(made) + stored <= shown < reserved_bytes(loop.sampler.size)

@@ -161,7 +161,7 @@ def test_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_memory_profile_is_shown() -> None:
     """As much as a step of all slots makes at once, each with as many words as it may have."""
     loop = Loop(D2F, slots=8)
-    shown = bad_word_bytes(loop.step_size())
+    shown = bad_word_bytes(loop.sampler.size)
     for i in range(8):
         loop.start([i] * 3, Hashed(i), worded(most(i)), f"{i}")
     loop.step()
