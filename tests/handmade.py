@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_plugin.decoding.plan import Canvas, StepPlan
+from dllm_plugin.decoding.block_causal import commit_blocks, final_run
+from dllm_plugin.decoding.plan import Canvas, StepOutcome, StepPlan
 from dllm_plugin.decoding.policies import PolicySettings
 
 MASK = 15
@@ -73,6 +74,19 @@ def plan(canvas: Canvas, candidates_RC: Tensor, **fields: Any) -> StepPlan:
             for name, value in fields.items()
         }
     )
+
+
+def committed(
+    canvas: Canvas,
+    plan: StepPlan,
+    unmask_RC: Tensor,
+    tokens_RC: Tensor,
+    is_stop_RC: Tensor,
+    remaining_R: Tensor,
+) -> StepOutcome:
+    """What a step commits of blocks."""
+    ends = final_run(canvas, plan, tokens_RC, is_stop_RC, remaining_R, MASK)
+    return commit_blocks(canvas, plan, unmask_RC, *ends)
 
 
 def settings(

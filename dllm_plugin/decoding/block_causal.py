@@ -196,13 +196,7 @@ def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:
 
 
 def commit_blocks(
-    canvas: Canvas,
-    plan: StepPlan,
-    unmask_RC: Tensor,
-    tokens_RC: Tensor,
-    is_stop_RC: Tensor,
-    remaining_R: Tensor,
-    mask_id: int,
+    canvas: Canvas, plan: StepPlan, unmask_RC: Tensor, run_R: Tensor, final_R: Tensor
 ) -> StepOutcome:
     """Commit finished blocks, or end the request as soon as its text is final.
 
@@ -212,13 +206,8 @@ def commit_blocks(
     never stored (exact early exit).
 
     Args:
-        tokens_RC: the canvas after `unmask_RC` was applied.
-        is_stop_RC: positions whose token ends the request.
-        remaining_R: int32, tokens the request may still emit.
+        run_R, final_R: what :func:`final_run` finds after `unmask_RC` was applied.
     """
-    run_R, final_R = final_run(
-        canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id
-    )
     ends_R = run_R >= final_R
     num_committed_R = torch.where(ends_R, final_R, plan.num_committed_R)
     return StepOutcome(
@@ -237,7 +226,12 @@ def final_run(
     remaining_R: Tensor,
     mask_id: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the length of the leading run of decided tokens, and where the text would end."""
+    """Return the length of the leading run of decided tokens, and where the text would end.
+
+    Args:
+        is_stop_RC: positions whose token ends the request.
+        remaining_R: int32, tokens the request may still emit.
+    """
     position_C = torch.arange(tokens_RC.shape[1], device=tokens_RC.device)
     open_RC = canvas.block_RC < plan.open_R[:, None]
     run_R = torch.minimum(leading(open_RC & (tokens_RC != mask_id)), plan.fixed_R)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .block_causal import final_run, without_edits
+from .block_causal import without_edits
 from .blocks import at_positions, leading
 from .plan import Canvas, StepOutcome, StepPlan, replaced
 
@@ -47,21 +47,12 @@ def plan_first_position(canvas: Canvas, mask_id: int) -> StepPlan:
 
 
 def commit_refreshed(
-    canvas: Canvas,
-    plan: StepPlan,
-    unmask_RC: Tensor,
-    tokens_RC: Tensor,
-    is_stop_RC: Tensor,
-    remaining_R: Tensor,
-    mask_id: int,
+    canvas: Canvas, plan: StepPlan, unmask_RC: Tensor, run_R: Tensor, final_R: Tensor
 ) -> StepOutcome:
     """Commit the block when it is decided; its KV and all others are then out of date.
 
     Arguments and exact early exit as in :func:`dllm_plugin.decoding.block_causal.commit_blocks`.
     """
-    run_R, final_R = final_run(
-        canvas, plan, tokens_RC, is_stop_RC, remaining_R, mask_id
-    )
     ends_R = run_R >= final_R
     done_R = run_R >= canvas.size_RS[:, 0]
     num_committed_R = torch.where(ends_R, final_R, torch.where(done_R, run_R, 0))

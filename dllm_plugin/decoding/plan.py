@@ -119,9 +119,7 @@ class StepOutcome(NamedTuple):
 
 
 PlanFunction = Callable[[Canvas, int], StepPlan]
-CommitFunction = Callable[
-    [Canvas, StepPlan, Tensor, Tensor, Tensor, Tensor, int], StepOutcome
-]
+CommitFunction = Callable[[Canvas, StepPlan, Tensor, Tensor, Tensor], StepOutcome]
 AcceptFunction = Callable[
     [Canvas, StepPlan, Tensor, Proposal, int], tuple[Canvas, StepPlan, Tensor]
 ]

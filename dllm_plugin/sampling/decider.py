@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm import envs
 
 from dllm_plugin.config.worker_carriers import pack_masks_left
-from dllm_plugin.decoding.block_causal import keep_edited
+from dllm_plugin.decoding.block_causal import final_run, keep_edited
 from dllm_plugin.decoding.plan import Proposal, StepPlan
 from dllm_plugin.decoding.policies import RANKED_BY, Rule
 from dllm_plugin.kernels.confidence.reference import (
@@ -255,15 +255,10 @@ class Decider:
         tail_R1 = canvas.tail_R[:, None]
         is_stop_RC = self.rules.is_stop(tokens_RC, step.slots_R)
         is_stop_RC = is_stop_RC & (position_C >= tail_R1)
-        step.outcome = self.method.commit(
-            canvas,
-            step.plan,
-            unmask_RC,
-            tokens_RC,
-            is_stop_RC,
-            step.remaining_R,
-            self.mask_id,
+        run_R, final_R = final_run(
+            canvas, step.plan, tokens_RC, is_stop_RC, step.remaining_R, self.mask_id
         )
+        step.outcome = self.method.commit(canvas, step.plan, unmask_RC, run_R, final_R)
         step.tokens_RC = tokens_RC
         # A stop token that was replaced no longer counts.
         saw_before_R = canvas.saw_stop_R & ~canvas.edits_R

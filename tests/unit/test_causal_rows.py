@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import MASK, canvas
+from handmade import MASK, canvas, committed
 
-from dllm_plugin.decoding.block_causal import commit_blocks
 from dllm_plugin.decoding.causal_rows import (
     accept_stride,
     plan_stride,
@@ -52,13 +51,13 @@ def decode(prompt: list[int], count: int, stride: int, room: int) -> tuple[list,
         )
         after = torch.where(unmask, proposed, seen.tokens_RC)
         left = torch.tensor([min(count, room) - (len(text) - len(prompt))])
-        outcome = commit_blocks(seen, plan, unmask, after, after == STOP, left, MASK)
+        outcome = committed(seen, plan, unmask, after, after == STOP, left)
         forwards += 1
-        committed = int(outcome.num_committed_R)
-        text += after[0, :committed].tolist()
+        moved = int(outcome.num_committed_R)
+        text += after[0, :moved].tolist()
         if bool(outcome.ended_R):
             return text[len(prompt) :], forwards
-        tokens_C = torch.cat([after[0, committed:], torch.full((committed,), MASK)])
+        tokens_C = torch.cat([after[0, moved:], torch.full((moved,), MASK)])
 
 
 def causal(prompt: list[int], count: int) -> list[int]:
@@ -94,5 +93,5 @@ def test_an_ended_request_commits_nothing() -> None:
     proposal = Proposal(torch.full((1, 6), 4), ones, ones)
     seen, plan, unmask = accept_stride(seen, plan, plan.candidates_RC, proposal, MASK)
     left, nothing = torch.tensor([9]), torch.zeros(1, 6, dtype=torch.bool)
-    outcome = commit_blocks(seen, plan, unmask, seen.tokens_RC, nothing, left, MASK)
+    outcome = committed(seen, plan, unmask, seen.tokens_RC, nothing, left)
     assert int(outcome.num_committed_R) == 0 and bool(outcome.ended_R)

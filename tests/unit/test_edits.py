@@ -6,10 +6,10 @@ import handmade
 import numpy as np
 import pytest
 import torch
+from handmade import committed
 from scripted import Loop, sampling
 
 from dllm_plugin.decoding.block_causal import (
-    commit_blocks,
     keep_edited,
     plan_edited_blocks,
 )
@@ -77,11 +77,9 @@ def test_only_committed_positions_are_settled() -> None:
     stop = torch.tensor([[False, True, False, False]])
     nothing, tokens = torch.zeros(1, 4, dtype=torch.bool), canvas.tokens_RC
     asked = torch.tensor([2], dtype=torch.int32)
-    assert not commit_blocks(
-        canvas, plan, nothing, tokens, stop, asked, MASK
-    ).ended_R.any()
+    assert not committed(canvas, plan, nothing, tokens, stop, asked).ended_R.any()
     free, plan = planned([1, 1, MASK, MASK], edits_R=[False])
-    assert commit_blocks(free, plan, nothing, tokens, stop, asked, MASK).ended_R.all()
+    assert committed(free, plan, nothing, tokens, stop, asked).ended_R.all()
 
 
 @pytest.mark.parametrize("active,kept", [(1, [1]), (2, [1, 5])])
@@ -110,7 +108,7 @@ def test_the_last_step_that_may_edit_settles_the_block() -> None:
     assert after.num_stored_R.tolist() == [0] and after.fixed_R.tolist() == [4]
     tokens = torch.tensor([[7, 1, 1, 1]])
     asked = torch.tensor([3], dtype=torch.int32)
-    outcome = commit_blocks(canvas, after, taken, tokens, tokens == 99, asked, MASK)
+    outcome = committed(canvas, after, taken, tokens, tokens == 99, asked)
     assert outcome.ended_R.all() and outcome.num_committed_R.tolist() == [3]
 
 
