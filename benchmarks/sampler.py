@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm_plugin.config.memory import StepSize
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.engine.sampler import DiffusionSampler
@@ -99,23 +100,20 @@ def measure_rows(
 
         def kernel(i: int, options: dict = options, sampling: Any = sampling) -> Any:
             x = logits[i % buffers]
-            return confidence.propose_rows(
-                x, slots, 5, sampling, programs=programs, **options
-            )
+            row = reference.Reading(x, slots, 5, sampling, **options)
+            return confidence.propose_rows(row, programs)
 
         def plain(i: int, options: dict = options, sampling: Any = sampling) -> None:
             for low in range(0, rows, 256):
                 some = slice(low, low + 256)
                 few = sampling and sampling._replace(offset_T=slots[some])
-                reference.propose_rows(
-                    logits[i % buffers][some], slots[some], 5, few, **options
-                )
+                x = logits[i % buffers][some]
+                row = reference.Reading(x, slots[some], 5, few, **options)
+                reference.propose_rows(row)
 
         few = sampling and sampling._replace(offset_T=slots[:256])
-        got, want = (
-            kernel(0),
-            reference.propose_rows(logits[0][:256], slots[:256], 5, few),
-        )
+        first = reference.Reading(logits[0][:256], slots[:256], 5, few)
+        got, want = kernel(0), reference.propose_rows(first)
         equal = bool(torch.equal(got.token_T[:256], want.token_T))
         kernel_ms = graph_ms(kernel, inner)
         reference_ms = graph_ms(plain, 1, repeats=3)
@@ -163,7 +161,8 @@ class Bench:
         self.states = CanvasStates(config, model_config, req_states.draft_tokens)
         self.sampling = SamplingStates(most_requests, self.vocab)
         owner = SimpleNamespace(req_states=req_states, sampling_states=self.sampling)
-        self.sampler = DiffusionSampler(owner, self.states, model_config, most_rows)
+        size = StepSize(most_rows, most_requests, canvas, self.vocab, self.vocab, 2, 20)
+        self.sampler = DiffusionSampler(owner, self.states, model_config, size)
         start = time.perf_counter()
         if compiles:
             torch._dynamo.reset()

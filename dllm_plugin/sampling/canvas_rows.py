@@ -289,10 +289,9 @@ class CanvasRows(LogitsRows):
         computed = RowChunk(
             torch.arange(num_rows, device=device),
             logits_TV,
-            None,
             slot_T,
             offset_T,
-            self.shift,
+            shift=self.shift,
             owner_np=owner_np,
         )
         chunks = [computed]
@@ -301,9 +300,8 @@ class CanvasRows(LogitsRows):
                 torch.arange(num_rows, num_rows + count, device=device),
                 self.carry_NV,
                 slots_R,
-                slots_R,
                 torch.zeros_like(slots_R, dtype=torch.int32),
-                0,
+                slots_R,
                 owner_np=owner_R,
             )
             chunks.append(carry)

@@ -132,10 +132,8 @@ class MaskedRows(LogitsRows):
         chunk = RowChunk(
             states.number_X[:num_rows],
             self._nothing_T0,
-            None,
             slot_T,
             place_T.to(torch.int32),
-            0,
             owner_np=rows.request_T if mixed else None,
         )
         step.chunks = [chunk]

@@ -10,7 +10,7 @@ made, of 256 rows at a time, and vLLM's memory profile is shown exactly these
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +20,13 @@ from vllm.config import ModelConfig
 from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
-from dllm_plugin.kernels.confidence.reference import (
-    RowSampling,
-    RowStats,
-)
+from dllm_plugin.kernels.confidence.reference import Reading, RowSampling, RowStats
 from dllm_plugin.state.canvas_states import CanvasStates
 
-from .decider import StepPolicies
 from .features.feature import COPIED, ONCE, SCORED, StepFeature
-from .features.token_rules import EosBans, TokenRules
+from .features.token_rules import NO_CONFIDENCE, NO_PROPOSAL, EosBans, TokenRules
 from .filters import Filters
 from .rows import RowChunk, VocabShard, rows_of, scatter_rows, split_rows
-from .step import Step
 
 NO_MASK = -1  # the mask id of rows in which it is banned already
 
@@ -40,14 +35,12 @@ class Wanted(NamedTuple):
     """Describe how the rows of some requests are read.
 
     slots_np   the slots of these requests
-    samples    whether one of them has a temperature
     scored     whether features score the rows
     want_ranking  whether entropy and margin are wanted
     features   the active features of the step
     """
 
     slots_np: np.ndarray
-    samples: bool
     scored: bool
     want_ranking: bool
     features: Sequence[StepFeature]
@@ -83,16 +76,6 @@ class Proposer:
         self.merge_rows = partials.merge_rows
         self.way_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
 
-    def propose_step(
-        self,
-        step: Step,
-        policies: StepPolicies,
-        features: Sequence[StepFeature],
-    ) -> RowStats:
-        """Return token, confidence and what policies rank by, of all rows of a step."""
-        rows = step.chunks, step.slots_np, step.num_rows
-        return self.propose(*rows, features, policies.want_ranking)
-
     def propose(
         self,
         chunks: list[RowChunk],
@@ -110,14 +93,14 @@ class Proposer:
         ways_np = self.way_np[slots_np]
         whole = not ways_np.any() and not any(map(self._is_cut, chunks))
         if whole and len(chunks) == 1:
-            wanted = self._wanted(slots_np, ONCE, want_ranking, ())
+            wanted = Wanted(slots_np, False, want_ranking, ())
             return self._from_logits(chunks[0], wanted, num_rows)
         stats: list[RowStats] = []
         rows: list[Tensor] = []
         for way in np.unique(ways_np).tolist():
             mine_np = ways_np == way
             mine = slots_np[mine_np]
-            wanted = self._wanted(mine, way, want_ranking, features)
+            wanted = Wanted(mine, way == SCORED, want_ranking, features)
             for chunk in chunks:
                 taken = chunk if mine_np.all() else rows_of(chunk, mine_np)
                 # From copies if the request needs them, or if a grammar bans most ids.
@@ -138,16 +121,6 @@ class Proposer:
 
     def _is_cut(self, chunk: RowChunk) -> bool:
         return self.on_cpu or chunk.allowed_TW is not None
-
-    def _wanted(
-        self,
-        slots_np: np.ndarray,
-        way: int,
-        want_ranking: bool,
-        features: Sequence[StepFeature],
-    ) -> Wanted:
-        samples = bool(self.sampling_states.temperature.np[slots_np].any())
-        return Wanted(slots_np, samples, way == SCORED, want_ranking, features)
 
     def add_request(self, slot: int, reads: int) -> None:
         """Store how the rows of a slot's request are read, after all else is staged.
@@ -179,8 +152,8 @@ class Proposer:
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
         slot_T = torch.zeros_like(rows_T)
         bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T
-        whole = RowChunk(rows_T, logits_TV, None, slot_T, rows_T.to(torch.int32), 0)
-        sampling = self._row_sampling(whole)
+        whole = RowChunk(rows_T, logits_TV, slot_T, rows_T.to(torch.int32))
+        sampling = self._row_sampling(whole, None)
         # Whole rows, those of some requests, and carry rows.
         chunks = [whole, whole._replace(source_T=rows_T)]
         if carry_NV is not None:
@@ -210,7 +183,7 @@ class Proposer:
         """
         if self.rules.uses_min_tokens(wanted.slots_np):
             self.rules.ban_early_stops(chunk.logits_XV, chunk.source_T, chunk)
-        sampling = self._row_sampling(chunk) if wanted.samples else None
+        sampling = self._row_sampling(chunk, wanted.slots_np)
         biases = self.rules.biases(wanted.slots_np)
         return self._read_once(chunk, sampling, biases, wanted.want_ranking, num_rows)
 
@@ -227,19 +200,22 @@ class Proposer:
         num_rows: int | None = None,
     ) -> RowStats:
         """Read the columns that are here once; ranks exchange what each has found."""
-        mask_id, shard = self.states.mask_id, self.shard
-        rows = (chunk.logits_XV, chunk.slot_T, mask_id, sampling)
-        how: dict[str, Any] = {
-            "temper": self.temper,
-            "want_ranking": want_ranking,
-            "bias": bias,
-            "source_T": chunk.source_T,
-        }
-        if shard is None:
-            how |= {"num_rows": num_rows, "token_T": chunk.token_T}
-            return self.propose_rows(*rows, **how)
-        found_KTP = self.scan_rows(*rows, columns=shard.columns, **how)
-        partials_SKTP = shard.gather_partials(found_KTP)
+        rows = Reading(
+            chunk.logits_XV,
+            chunk.slot_T,
+            self.states.mask_id,
+            sampling,
+            temper=self.temper,
+            want_ranking=want_ranking,
+            bias=bias,
+            source_T=chunk.source_T,
+            token_T=chunk.token_T,
+            num_rows=num_rows,
+        )
+        if self.shard is None:
+            return self.propose_rows(rows)
+        found_KTP = self.scan_rows(rows, self.shard.columns)
+        partials_SKTP = self.shard.gather_partials(found_KTP)
         return self.merge_rows(partials_SKTP, want_ranking, num_rows)
 
     def _from_copies(self, chunk: RowChunk, wanted: Wanted) -> RowStats:
@@ -249,7 +225,7 @@ class Proposer:
         top-k and top-p, sampling, softmax, scores.
         """
         raw_TV, slot_T = chunk.logits_XV, chunk.slot_T
-        slots_np, filters = wanted.slots_np, self.filters
+        slots_np, filters, bans = wanted.slots_np, self.filters, self.eos_bans
         if chunk.source_T is not None:
             raw_TV = raw_TV[chunk.source_T]
         if self.shard is not None:
@@ -258,14 +234,15 @@ class Proposer:
         self.rules.apply(logits_TV, chunk, slots_np)
         for feature in wanted.features:
             feature.apply(logits_TV, chunk, slots_np)
-        self.eos_bans.ban_proposals(logits_TV, slot_T, slots_np)
+        bans.ban(logits_TV, slot_T, slots_np, NO_PROPOSAL, bans.eos_ids)
         if chunk.allowed_TW is not None:
             allowed_TV = unpack(chunk.allowed_TW, logits_TV.shape[1])
             logits_TV.masked_fill_(~allowed_TV, -torch.inf)
         # Filters may do anything with a NaN; that bans leave no id is the request's own doing.
         broken_T = reference.is_broken(logits_TV.amax(dim=-1), raw_TV.amax(dim=-1))
         tempered_TV = logits_TV
-        if wanted.samples:
+        sampling = self._row_sampling(chunk, slots_np)
+        if sampling is not None:
             temperature_T = self.sampling_states.temperature.gpu[slot_T]
             divisor_T = temperature_T.where(temperature_T > 0, 1.0)
             if self.filters_first:
@@ -275,7 +252,6 @@ class Proposer:
                 tempered_TV = logits_TV / divisor_T[:, None]
                 tempered_TV = filters.apply(tempered_TV, slot_T, slots_np)
         tempered_TV = filters.apply_greedy(tempered_TV, slot_T, slots_np)
-        sampling = self._row_sampling(chunk) if wanted.samples else None
         want_ranking = wanted.want_ranking
         token_T = chunk.token_T
         stats = self._read_copies(tempered_TV, slot_T, sampling, token_T, want_ranking)
@@ -283,7 +259,10 @@ class Proposer:
             # The same tokens with their confidence before temperature and filters (LLaDA).
             is_greedy_T = self.sampling_states.temperature.gpu[slot_T] == 0
             rows = logits_TV, slot_T
-            self.eos_bans.ban_confidence(*rows, slots_np, is_greedy_T)
+            bans.ban(*rows, slots_np, NO_CONFIDENCE, bans.turn_end_ids)
+            # EOS only in greedy rows: LLaDA's code bans it in the logits with noise, but reads the
+            # confidence from those without. Only at temperature 0 are the two the same tensor.
+            bans.ban(*rows, slots_np, NO_CONFIDENCE, bans.eos_ids, is_greedy_T)
             stats = self._read_copies(*rows, None, stats.token_T, want_ranking)
         stats.broken_T.copy_(broken_T)
         if wanted.scored:
@@ -300,7 +279,7 @@ class Proposer:
         want_ranking: bool,
     ) -> RowStats:
         """Read copies that are biased, tempered and filtered already."""
-        return self.propose_rows(
+        rows = Reading(
             tempered_TV,
             slot_T,
             NO_MASK,
@@ -310,10 +289,19 @@ class Proposer:
             want_ranking=want_ranking,
             token_T=token_T,
         )
+        return self.propose_rows(rows)
 
-    def _row_sampling(self, chunk: RowChunk) -> RowSampling:
-        """Return the counters of the random numbers that sample the tokens of rows."""
+    def _row_sampling(
+        self, chunk: RowChunk, slots_np: np.ndarray | None
+    ) -> RowSampling | None:
+        """Return the counters of the random numbers that sample the tokens of rows.
+
+        Args:
+            slots_np: slots of the requests, whose rows may all be greedy; None samples in any case.
+        """
         sampling = self.sampling_states
+        if slots_np is not None and not sampling.temperature.np[slots_np].any():
+            return None
         return RowSampling(
             sampling.temperature.gpu,
             sampling.seeds.gpu,

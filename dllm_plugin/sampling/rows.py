@@ -28,9 +28,9 @@ class RowChunk(NamedTuple):
 
     rows_T    int64, index among all rows of the step
     logits_XV dtype of the model
-    source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
     slot_T    int, slot of each row's request
     offset_T  int; start of the slot's canvas + offset + `shift` is the position that a row predicts
+    source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
     allowed_TW int32, bits of the ids that a grammar allows; None without a grammar
     owner_np  int64, on the host: place of each row's request among the step's; None if all
               requests of the step ask for the same
@@ -39,10 +39,10 @@ class RowChunk(NamedTuple):
 
     rows_T: Tensor
     logits_XV: Tensor
-    source_T: Tensor | None
     slot_T: Tensor
     offset_T: Tensor
-    shift: int
+    source_T: Tensor | None = None
+    shift: int = 0
     allowed_TW: Tensor | None = None
     owner_np: np.ndarray | None = None
     token_T: Tensor | None = None
@@ -80,16 +80,15 @@ def _only(
 ) -> RowChunk:
     """Return some rows of a chunk, which now lie elsewhere, without their owners."""
     allowed_TW, token_T = chunk.allowed_TW, chunk.token_T
-    return RowChunk(
-        chunk.rows_T[which],
-        logits_XV,
-        source_T,
-        chunk.slot_T[which],
-        chunk.offset_T[which],
-        chunk.shift,
-        None if allowed_TW is None else allowed_TW[which],
-        None,
-        None if token_T is None else token_T[which],
+    return chunk._replace(
+        rows_T=chunk.rows_T[which],
+        logits_XV=logits_XV,
+        slot_T=chunk.slot_T[which],
+        offset_T=chunk.offset_T[which],
+        source_T=source_T,
+        allowed_TW=None if allowed_TW is None else allowed_TW[which],
+        owner_np=None,
+        token_T=None if token_T is None else token_T[which],
     )
 
 

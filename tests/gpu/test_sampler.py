@@ -9,6 +9,7 @@ from mixed import BLOCK, D2F, ONE_BLOCK, SEVERAL, check_alike, check_steps
 from dllm_plugin.kernels.confidence import kernel as confidence
 from dllm_plugin.kernels.confidence.reference import (
     Columns,
+    Reading,
     RowSampling,
     RowStats,
     propose_rows,
@@ -43,7 +44,8 @@ def expected(logits, slots, mask, sampling, **options) -> RowStats:
     for low in range(0, len(slots), 128):
         rows = slice(low, low + 128)
         few = sampling and sampling._replace(offset_T=sampling.offset_T[rows])
-        found.append(propose_rows(logits[rows], slots[rows], mask, few, **options))
+        some = Reading(logits[rows], slots[rows], mask, few, **options)
+        found.append(propose_rows(some))
     return RowStats(
         *(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
     )
@@ -74,7 +76,7 @@ def test_every_size(rows, vocab, dtype, temperatures, temper):
     arguments = (logits, slots, vocab // 2, sampling if any(temperatures) else None)
     for programs in (1, 300, 100_000):
         options = {"temper": temper, "want_ranking": True}
-        got = confidence.propose_rows(*arguments, programs=programs, **options)
+        got = confidence.propose_rows(Reading(*arguments, **options), programs)
         check(got, expected(*arguments, **options), vocab)
 
 
@@ -86,7 +88,7 @@ def test_a_full_step_takes_the_same_tokens(temperatures):
     logits[::3] *= 6
     arguments = (logits, slots, 151666, sampling if any(temperatures) else None)
     before = logits.clone()
-    check(confidence.propose_rows(*arguments), expected(*arguments), 152064)
+    check(confidence.propose_rows(Reading(*arguments)), expected(*arguments), 152064)
     assert torch.equal(before, logits)
 
 
@@ -102,10 +104,12 @@ def test_columns_of_ranks_merge_to_whole_rows(rows, ranks, temperatures):
     sampling, width = sampling if any(temperatures) else None, padded // ranks
     partials = [
         confidence.scan_rows(
-            logits[:, first : first + width].contiguous(),
-            *(slots, 77, sampling),
-            columns=Columns(first, vocab, ranks),
-            want_ranking=True,
+            Reading(
+                logits[:, first : first + width].contiguous(),
+                *(slots, 77, sampling),
+                want_ranking=True,
+            ),
+            Columns(first, vocab, ranks),
         )
         for first in range(0, padded, width)
     ]
@@ -118,11 +122,12 @@ def test_columns_of_ranks_merge_to_whole_rows(rows, ranks, temperatures):
 def test_nothing_large_is_allocated():
     slots, sampling = sampling_of(2048, [0.7])
     logits = torch.randn(2048, 152064, device="cuda", dtype=torch.bfloat16)
-    confidence.propose_rows(logits, slots, 5, sampling, want_ranking=True)
+    rows = Reading(logits, slots, 5, sampling, want_ranking=True)
+    confidence.propose_rows(rows)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    confidence.propose_rows(logits, slots, 5, sampling, want_ranking=True)
+    confidence.propose_rows(rows)
     assert torch.cuda.max_memory_allocated() - before < 2 << 20
 
 
@@ -145,18 +150,12 @@ def test_rows_that_are_broken():
     tokens = torch.arange(10, device="cuda") * 9999
     for noise in (None, sampling):
         for options in ({}, {"bias": table}, {"token_T": tokens}):
-            got = confidence.propose_rows(
-                logits, slots, 6, noise, want_ranking=True, **options
-            )
-            check(
-                got,
-                propose_rows(logits, slots, 6, noise, want_ranking=True, **options),
-                vocab,
-            )
+            rows = Reading(logits, slots, 6, noise, want_ranking=True, **options)
+            check(confidence.propose_rows(rows), propose_rows(rows), vocab)
         few = noise and noise._replace(offset_T=noise.offset_T[:6])
         options = {"source_T": source, "num_rows": 8}
-        got = confidence.propose_rows(logits, slots[:6], 6, few, **options)
-        check(got, propose_rows(logits, slots[:6], 6, few, **options), vocab)
+        rows = Reading(logits, slots[:6], 6, few, **options)
+        check(confidence.propose_rows(rows), propose_rows(rows), vocab)
 
 
 def test_samples_follow_the_softmax():
@@ -166,7 +165,8 @@ def test_samples_follow_the_softmax():
     slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
     table = [torch.tensor([x], device="cuda") for x in (0.8, 3, 4, 5)]
     sampling = RowSampling(*table, torch.arange(rows, device="cuda"), 0)
-    tokens = confidence.propose_rows(row.expand(rows, -1), slots, 1, sampling).token_T
+    reading = Reading(row.expand(rows, -1), slots, 1, sampling)
+    tokens = confidence.propose_rows(reading).token_T
     wanted = rows * (row.double() / 0.8).softmax(0)
     counts = tokens.bincount(minlength=vocab)
     assert counts[wanted == 0].sum() == 0

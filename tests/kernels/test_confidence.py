@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.kernels.confidence.reference import (
+    Reading,
     RowSampling,
     RowStats,
     gumbel_uniform,
@@ -28,6 +29,9 @@ class Case(NamedTuple):
 
     arguments: list[Any]
     options: dict[str, Any]
+
+    def reading(self) -> Reading:
+        return Reading(*self.arguments, **self.options)
 
 
 def logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -183,7 +187,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def check(case: Case, got: RowStats, name: str) -> None:
     """Equal tokens and near numbers: what the reference computes from whole rows."""
-    want = propose_rows(*case.arguments, **case.options)
+    want = propose_rows(case.reading())
     assert torch.equal(got.token_T, want.token_T), name
     assert torch.equal(got.broken_T, want.broken_T), name
     close = {"rtol": 2e-5, "atol": 1e-6, "equal_nan": True}
@@ -202,9 +206,9 @@ def interpreted(interpreter: Any) -> dict[tuple[str, int], RowStats]:
     """What the kernels return for each case, from memory that was filled with NaN."""
     cases = [case() for case in CASES.values()]
     launches = [
-        (KERNEL, None, arguments, options | {"programs": programs})
+        (KERNEL, None, [case.reading()], {"programs": programs})
         for programs in PROGRAMS
-        for arguments, options in cases
+        for case in cases
     ]
     names = [(name, programs) for programs in PROGRAMS for name in CASES]
     return dict(zip(names, interpreter.run(launches), strict=True))
@@ -226,17 +230,17 @@ def test_the_cases_hold_what_they_promise() -> None:
     differ = 0
     for name in ("sampled_mixed", "untempered_confidence", "biased", "gathered"):
         case = CASES[name]()
-        plain = propose_rows(*case.arguments[:3], **case.options).token_T
-        sampled_T = propose_rows(*case.arguments, **case.options).token_T
+        plain = propose_rows(case.reading()._replace(sampling=None)).token_T
+        sampled_T = propose_rows(case.reading()).token_T
         is_sampled_T = case.arguments[3].temperature_N[case.arguments[1]] > 0
         differs_T = (plain != sampled_T)[: len(is_sampled_T)]
         differ += int(differs_T.sum())
         assert not differs_T[~is_sampled_T].any()
     assert differ > 1
     case = near_ties()
-    assert propose_rows(*case.arguments).token_T.tolist()[2:4] == [1041, 17]
+    assert propose_rows(case.reading()).token_T.tolist()[2:4] == [1041, 17]
     case = broken()
-    stats = propose_rows(*case.arguments, **case.options)
+    stats = propose_rows(case.reading())
     assert stats.token_T.tolist()[:4] == [700, 1800, 5, 0]
     assert stats.token_T.tolist()[6:9] == [40, 0, 2100]
     assert stats.confidence_T.isnan().tolist() == [
@@ -244,7 +248,7 @@ def test_the_cases_hold_what_they_promise() -> None:
     ]
     assert stats.broken_T.tolist() == [i in (0, 1, 2, 3, 8) for i in range(11)]
     for case, rows in ((none_left(), 0), (none_left(hot=True), 0), (chosen(), 1)):
-        stats = propose_rows(*case.arguments, **case.options)
+        stats = propose_rows(case.reading())
         assert stats.broken_T.nonzero().flatten().tolist() == [rows]
 
 
@@ -263,7 +267,7 @@ def test_samples_follow_the_tempered_softmax(temperature: float) -> None:
         0,
     )
     slots = torch.zeros(rows, dtype=torch.int64)
-    stats = propose_rows(row.expand(rows, -1), slots, 20, sampling)
+    stats = propose_rows(Reading(row.expand(rows, -1), slots, 20, sampling))
     probs = row[0].double()
     probs[20] = -INF
     probs = (probs / temperature).softmax(0)

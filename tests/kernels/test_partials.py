@@ -9,7 +9,7 @@ from test_confidence import CASES, Case, broken, broken_sampled, check
 from torch import Tensor
 
 from dllm_plugin.kernels.confidence import partial_reference
-from dllm_plugin.kernels.confidence.reference import Columns, RowStats
+from dllm_plugin.kernels.confidence.reference import Columns, Reading, RowStats
 
 SCAN = "dllm_plugin.kernels.confidence.kernel.scan_rows"
 MERGE = "dllm_plugin.kernels.confidence.kernel.merge_rows"
@@ -24,22 +24,20 @@ def test_every_case_is_cut() -> None:
     assert set(LEFT_OUT) < set(CASES)
 
 
-def shards(case: Case, ranks: int) -> list[tuple[list[Any], dict[str, Any]]]:
+def shards(case: Case, ranks: int) -> list[tuple[Reading, Columns]]:
     """Arguments of each rank: as many columns as the others, behind the vocabulary numbers."""
-    logits, *rest = case.arguments
+    logits = case.arguments[0]
     vocab = logits.shape[1]
     # As vLLM pads: to a multiple that the number of ranks divides.
     width = -(-(vocab + 37) // ranks)
     padding = torch.full((len(logits), ranks * width - vocab), 99.0, dtype=logits.dtype)
     padded = torch.cat([logits, padding], dim=1)
-    options = {k: v for k, v in case.options.items() if k != "num_rows"}
-    return [
-        (
-            [padded[:, rank * width : (rank + 1) * width].contiguous(), *rest],
-            options | {"columns": Columns(rank * width, vocab, ranks)},
-        )
-        for rank in range(ranks)
-    ]
+    found = []
+    for low in range(0, ranks * width, width):
+        columns = padded[:, low : low + width].contiguous()
+        rows = case.reading()._replace(logits_XV=columns)
+        found.append((rows, Columns(low, vocab, ranks)))
+    return found
 
 
 def merging(case: Case) -> dict[str, Any]:
@@ -53,8 +51,8 @@ def scanned(interpreter: Any) -> dict[tuple[str, int], Tensor]:
     """What the kernel says of every shard, from memory that was filled with NaN."""
     launches, bounds = [], [0]
     for name, ranks in NAMES:
-        for arguments, options in shards(CASES[name](), ranks):
-            launches.append((SCAN, None, arguments, options | {"programs": 6}))
+        for arguments in shards(CASES[name](), ranks):
+            launches.append((SCAN, None, list(arguments), {"programs": 6}))
         bounds.append(len(launches))
     partials = interpreter.run(launches)
     stacks = [
@@ -90,9 +88,7 @@ def test_the_reference_merges_to_whole_rows(
     """Its own partials, and those of the kernel."""
     case = CASES[name]()
     kept = case.arguments[0].clone()
-    partials = [
-        partial_reference.scan_rows(*a, **options) for a, options in shards(case, ranks)
-    ]
+    partials = [partial_reference.scan_rows(*each) for each in shards(case, ranks)]
     for found in (torch.stack(partials), scanned[name, ranks]):
         check(case, partial_reference.merge_rows(found, **merging(case)), name)
     assert torch.equal(case.arguments[0].nan_to_num(9.5), kept.nan_to_num(9.5))
@@ -110,10 +106,8 @@ def test_narrow_shards(width: int) -> None:
         padded = torch.nn.functional.pad(logits, (0, ranks * width - 5), value=50.0)
         partials = [
             partial_reference.scan_rows(
-                padded[:, i * width : (i + 1) * width],
-                *rest,
-                columns=Columns(i * width, 5, ranks),
-                **case.options,
+                Reading(padded[:, i * width : (i + 1) * width], *rest, **case.options),
+                Columns(i * width, 5, ranks),
             )
             for i in range(ranks)
         ]
@@ -128,7 +122,7 @@ def test_ties_and_nan_lie_in_several_shards() -> None:
     """The cases above hold what a merge can get wrong."""
     for case in (broken(), broken_sampled()):
         for ranks in RANKS:
-            width = shards(case, ranks)[0][0][0].shape[1]
+            width = shards(case, ranks)[0][0].logits_XV.shape[1]
             logits = case.arguments[0]
             nan_T, tied_T = logits[0].isnan().nonzero(), (logits[6] == 30.0).nonzero()
             assert len(set((nan_T // width).flatten().tolist())) >= 2

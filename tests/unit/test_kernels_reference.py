@@ -16,6 +16,7 @@ from dllm_plugin.decoding.blocks import (
     rank_in_block,
 )
 from dllm_plugin.kernels.confidence.reference import (
+    Reading,
     RowSampling,
     counter_uniform,
     propose_rows,
@@ -79,9 +80,8 @@ def logits(rows: int, columns: int, scale: float = 3.0) -> torch.Tensor:
 def test_row_stats_against_float64(columns: int, scale: float) -> None:
     rows = logits(33, columns, scale)
     rows[::3, 1:2] = NEGATIVE_INFINITY
-    stats = propose_rows(
-        rows, torch.zeros(33, dtype=torch.int64), -1, want_ranking=True
-    )
+    slots = torch.zeros(33, dtype=torch.int64)
+    stats = propose_rows(Reading(rows, slots, -1, want_ranking=True))
     p = torch.softmax(rows.double(), dim=-1)
     top = p.topk(2, dim=-1).values
     assert stats.entropy_T is not None and stats.margin_T is not None
@@ -93,7 +93,7 @@ def test_row_stats_against_float64(columns: int, scale: float) -> None:
     torch.testing.assert_close(stats.margin_T.double(), margin, rtol=1e-4, atol=1e-6)
     exact = (p * (p + 1e-10).log()).sum(dim=-1)
     torch.testing.assert_close(stats.entropy_T.double(), exact, rtol=1e-4, atol=1e-6)
-    fast = propose_rows(rows, torch.zeros(33, dtype=torch.int64), -1)
+    fast = propose_rows(Reading(rows, slots, -1))
     assert fast.entropy_T is None and fast.margin_T is None
     assert torch.equal(fast.token_T, stats.token_T)
     torch.testing.assert_close(
@@ -104,7 +104,7 @@ def test_row_stats_against_float64(columns: int, scale: float) -> None:
 def test_row_stats_ties_and_certainty() -> None:
     rows = torch.zeros(2, 5)
     rows[1, 1:] = NEGATIVE_INFINITY
-    stats = propose_rows(rows, torch.zeros(2, dtype=torch.int64), -1)
+    stats = propose_rows(Reading(rows, torch.zeros(2, dtype=torch.int64), -1))
     assert stats.token_T.tolist() == [0, 0]
     assert stats.confidence_T.tolist() == [pytest.approx(0.2), 1.0]
 
@@ -125,7 +125,7 @@ def test_sampled_tokens_equal_their_definition(seed: int) -> None:
     sampling = RowSampling(
         *(torch.tensor([x]) for x in (temperature, seed, step, 5)), offsets, 1
     )
-    stats = propose_rows(rows, slots, -1, sampling)
+    stats = propose_rows(Reading(rows, slots, -1, sampling))
     for row, position, token in zip(
         rows, (offsets + 6).tolist(), stats.token_T, strict=True
     ):

@@ -24,7 +24,7 @@ from vllm.triton_utils import tl, triton
 
 from dllm_plugin.kernels.launch import launch
 
-from .reference import Columns, RowSampling, RowStats
+from .reference import Columns, Reading, RowStats
 from .scan import scan
 
 TILE = 1024  # tokens per round: 16 bytes a thread in bf16
@@ -124,85 +124,41 @@ def count_partials(
     return triton.cdiv(width, num_columns), num_columns
 
 
-def propose_rows(
-    logits_XV: Tensor,
-    slot_T: Tensor,
-    mask_id: int,
-    sampling: RowSampling | None = None,
-    *,
-    divide: bool = True,
-    temper: bool = True,
-    want_ranking: bool = False,
-    bias: tuple[Tensor, Tensor] | None = None,
-    source_T: Tensor | None = None,
-    token_T: Tensor | None = None,
-    num_rows: int | None = None,
-    programs: int = PROGRAMS,
-) -> RowStats:
+def propose_rows(rows: Reading, programs: int = PROGRAMS) -> RowStats:
     """Propose as the reference does, in two launches that never wait for the device.
 
     Args:
         programs: how many partials of all rows are wanted; it changes no token.
     """
-    columns = Columns(0, logits_XV.shape[1], 1)
-    partials_KTP = scan_rows(
-        logits_XV,
-        slot_T,
-        mask_id,
-        sampling,
-        columns=columns,
-        temper=temper,
-        want_ranking=want_ranking,
-        bias=bias,
-        source_T=source_T,
-        divide=divide,
-        token_T=token_T,
-        programs=programs,
-    )
-    return merge_rows(partials_KTP[None], want_ranking, num_rows)
+    columns = Columns(0, rows.logits_XV.shape[1], 1)
+    partials_KTP = scan_rows(rows, columns, programs)
+    return merge_rows(partials_KTP[None], rows.want_ranking, rows.num_rows)
 
 
-def scan_rows(
-    logits_XV: Tensor,
-    slot_T: Tensor,
-    mask_id: int,
-    sampling: RowSampling | None = None,
-    *,
-    columns: Columns,
-    temper: bool = True,
-    want_ranking: bool = False,
-    bias: tuple[Tensor, Tensor] | None = None,
-    source_T: Tensor | None = None,
-    divide: bool = True,
-    token_T: Tensor | None = None,
-    programs: int = PROGRAMS,
-) -> Tensor:
+def scan_rows(rows: Reading, columns: Columns, programs: int = PROGRAMS) -> Tensor:
     """Compute partials as the reference does, but P of each row: float64 ``[K, T, P]``.
 
-    Args:
-        divide, token_T: as in `propose_rows`, only with all columns of the rows.
+    `rows.divide` and `rows.token_T` are read too, only with all columns of the rows.
     """
-    rows = len(slot_T)
-    width = logits_XV.shape[1]
-    device = logits_XV.device
+    logits_XV, sampling, token_T = rows.logits_XV, rows.sampling, rows.token_T
+    count, width = len(rows.slot_T), logits_XV.shape[1]
     first, vocab_size, shards = columns
-    num_partials, num_columns = count_partials(rows, width, programs, shards)
-    partials_KTP = torch.empty(
-        7 if want_ranking else 5, rows, num_partials, dtype=torch.float64, device=device
-    )
-    if not rows:
+    num_partials, num_columns = count_partials(count, width, programs, shards)
+    shape = (7 if rows.want_ranking else 5, count, num_partials)
+    partials_KTP = torch.empty(shape, dtype=torch.float64, device=logits_XV.device)
+    if not count:
         return partials_KTP
-    bias_MV, bias_row_N = (None, None) if bias is None else bias
+    bias_MV, bias_row_N = rows.bias or (None, None)
     if logits_XV.stride(1) != 1:
         logits_XV = logits_XV.contiguous()
     tables = (None,) * 5 if sampling is None else sampling[:5]
     launch(
         scan,
-        (rows, num_partials),
+        (count, num_partials),
         logits_XV,
         logits_XV.stride(0),
-        source_T,
-        slot_T,
+        rows.source_T,
+        rows.slot_T,
         *tables,
         0 if sampling is None else sampling.shift,
         bias_MV,
@@ -212,14 +168,14 @@ def scan_rows(
         partials_KTP,
         first,
         min(first + width, vocab_size),
-        mask_id,
+        rows.mask_id,
         num_columns,
         SAMPLE=sampling is not None and token_T is None,
-        DIVIDE=divide,
-        TEMPER=temper and sampling is not None,
+        DIVIDE=rows.divide,
+        TEMPER=rows.temper and sampling is not None,
         TILE=TILE,
         num_warps=NUM_WARPS,
-        RANKING=want_ranking,
+        RANKING=rows.want_ranking,
     )
     return partials_KTP
 

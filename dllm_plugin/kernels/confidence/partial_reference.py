@@ -26,26 +26,16 @@ LOWEST = -1e30  # finite: -inf minus -inf is no number
 NONE_ABOVE = -1e20  # below any logit by any temperature, and above LOWEST by any
 
 
-def scan_rows(
-    logits_XV: Tensor,
-    slot_T: Tensor,
-    mask_id: int,
-    sampling: reference.RowSampling | None = None,
-    *,
-    columns: reference.Columns,
-    temper: bool = True,
-    want_ranking: bool = False,
-    bias: tuple[Tensor, Tensor] | None = None,
-    source_T: Tensor | None = None,
-) -> Tensor:
+def scan_rows(rows: reference.Reading, columns: reference.Columns) -> Tensor:
     """Compute one partial of each row, float64 ``[K, T, 1]``, from the columns that are here.
 
-    Arguments are those of `propose_rows`; the bias table is that of the whole vocabulary.
+    Tokens that were chosen before and logits that were tempered before are not read so; the bias
+    table is that of the whole vocabulary.
     """
-    first, width = columns.first, logits_XV.shape[1]
+    slot_T, mask_id, bias = rows.slot_T, rows.mask_id, rows.bias
+    sampling, logits_TV = rows.sampling, rows.in_float32()
+    first, width = columns.first, logits_TV.shape[1]
     inside = min(max(columns.vocab_size - first, 0), width)
-    logits_TV = logits_XV if source_T is None else logits_XV[source_T]
-    logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below
     if bias is not None:
         reference.add_bias(logits_TV[:, :inside], bias, slot_T, first)
     logits_TV[:, inside:] = reference.NEGATIVE_INFINITY
@@ -53,7 +43,7 @@ def scan_rows(
         logits_TV[:, mask_id - first] = reference.NEGATIVE_INFINITY
     hot = None if sampling is None else reference.hot_rows(logits_TV, slot_T, sampling)
     column_T, best_T = reference.choose(logits_TV, hot, slot_T, sampling, first)
-    if hot is not None and temper:
+    if hot is not None and rows.temper:
         logits_TV.index_copy_(0, *hot)
     top_T1 = logits_TV.amax(dim=-1, keepdim=True).clamp_min(LOWEST)
     if bias is not None:
@@ -66,7 +56,7 @@ def scan_rows(
         *(_to_log2(x) for x in (x_T1, top_T1)),
         share_TV.sum(-1),
     ]
-    if want_ranking:
+    if rows.want_ranking:
         two_T2 = logits_TV.topk(min(2, width), dim=-1).values
         second_T = torch.nn.functional.pad(two_T2, (0, 1), value=LOWEST)[
             :, 1

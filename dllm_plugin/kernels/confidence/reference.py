@@ -71,66 +71,74 @@ class Columns(NamedTuple):
     shards: int
 
 
-def propose_rows(
-    logits_XV: Tensor,
-    slot_T: Tensor,
-    mask_id: int,
-    sampling: RowSampling | None = None,
-    *,
-    divide: bool = True,
-    temper: bool = True,
-    want_ranking: bool = False,
-    bias: tuple[Tensor, Tensor] | None = None,
-    source_T: Tensor | None = None,
-    token_T: Tensor | None = None,
-    num_rows: int | None = None,
-) -> RowStats:
-    """Propose a token for every row, with its confidence. X rows of logits, M rows of biases.
+class Reading(NamedTuple):
+    """Describe T logits rows and how they are read; X rows of logits, M rows of biases.
+
+    logits_XV   bfloat16, float16 or float32; -inf bans a token
+    slot_T      int, slot of each row
+    mask_id     the one id that is always banned; -1 for none
+    sampling    None if all rows are greedy
+    divide      whether the temperature still has to divide the logits before the noise is added
+    temper      whether the confidence, too, is that of the logits divided by the temperature
+    want_ranking  also return entropy and margin, of the same distribution as the confidence
+    bias        float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts; row
+                0 is zero
+    source_T    int, which row of `logits_XV` each row is; None if all of them in order
+    token_T     int64, tokens that were chosen before: only their confidence is computed, and rows
+                are broken where these tokens' logits are NaN or inf, or all logits -inf
+    num_rows    length of the result; entries after the rows are zero
+    """
+
+    logits_XV: Tensor
+    slot_T: Tensor
+    mask_id: int
+    sampling: RowSampling | None = None
+    divide: bool = True
+    temper: bool = True
+    want_ranking: bool = False
+    bias: tuple[Tensor, Tensor] | None = None
+    source_T: Tensor | None = None
+    token_T: Tensor | None = None
+    num_rows: int | None = None
+
+    def in_float32(self) -> Tensor:
+        """Return a float32 copy of the rows, ``[T, V]``."""
+        if self.source_T is None:
+            return self.logits_XV.to(torch.float32, copy=True)
+        return self.logits_XV[self.source_T].to(torch.float32)
+
+
+def propose_rows(rows: Reading) -> RowStats:
+    """Propose a token for every row, with its confidence.
 
     Rows are sampled with Gumbel noise: the token with the largest
     ``logit / temperature - ln(-ln u)`` follows ``softmax(logits / temperature)`` (LLaDA
     ``generate.py``, ``add_gumbel_noise``, in float64 as there); ``u`` is :func:`gumbel_uniform`.
     Greedy rows take the largest logit. Ties go to the lower id, and a NaN is the largest number.
-
-    Args:
-        logits_XV: bfloat16, float16 or float32; -inf bans a token.
-        slot_T: int, slot of each row.
-        mask_id: the one id that is always banned; -1 for none.
-        sampling: None if all rows are greedy.
-        divide: whether the temperature still has to divide the logits before the noise is added.
-        temper: whether the confidence, too, is that of the logits divided by the temperature.
-        want_ranking: also return entropy and margin, of the same distribution as the confidence.
-        bias: float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts; row 0
-            is zero.
-        source_T: int, which row of `logits_XV` each row is; None if all of them in order.
-        token_T: int64, tokens that were chosen before: only their confidence is computed, and
-            rows are broken where these tokens' logits are NaN or inf, or all logits -inf.
-        num_rows: length of the result; entries after the rows are zero.
     """
-    logits_TV = logits_XV if source_T is None else logits_XV[source_T]
-    logits_TV = logits_TV.to(torch.float32, copy=source_T is None)  # changed below
+    slot_T, bias, token_T = rows.slot_T, rows.bias, rows.token_T
+    sampling = rows.sampling
+    logits_TV = rows.in_float32()
     if bias is not None:
         add_bias(logits_TV, bias, slot_T)
-    if mask_id >= 0:
-        logits_TV[:, mask_id] = NEGATIVE_INFINITY
+    if rows.mask_id >= 0:
+        logits_TV[:, rows.mask_id] = NEGATIVE_INFINITY
     hot = None if sampling is None else hot_rows(logits_TV, slot_T, sampling)
     largest_T = None if token_T is None else logits_TV.amax(dim=-1)
     if token_T is None:
-        noisy = (
-            hot
-            if hot is None or divide
-            else hot._replace(divided_SV=logits_TV[hot.rows_S])
-        )
+        noisy = hot
+        if hot is not None and not rows.divide:
+            noisy = hot._replace(divided_SV=logits_TV[hot.rows_S])
         token_T, _ = choose(logits_TV, noisy, slot_T, sampling)
     chosen_T = logits_TV.gather(1, token_T[:, None]).squeeze(1)
     largest_T = chosen_T if largest_T is None else largest_T
     if bias is not None:
         largest_T = torch.maximum(largest_T, lowest(bias, slot_T, NEGATIVE_INFINITY))
     broken_T = is_broken(chosen_T, largest_T)
-    if hot is not None and temper:
+    if hot is not None and rows.temper:
         logits_TV.index_copy_(0, *hot)
-    stats = row_stats(logits_TV, token_T, broken_T, want_ranking)
-    return with_missing(stats, num_rows)
+    stats = row_stats(logits_TV, token_T, broken_T, rows.want_ranking)
+    return with_missing(stats, rows.num_rows)
 
 
 def add_bias(

@@ -8,25 +8,6 @@ from typing import Any
 from .weights import Shapes
 
 
-def embedding_and_head(config: Any) -> Shapes:
-    """Return the shapes of embedding, final norm and LM head."""
-    width, vocab = config.hidden_size, config.vocab_size
-    return {
-        "model.embed_tokens.weight": (vocab, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (vocab, width),
-    }
-
-
-def layer_norms(block: str, config: Any) -> Shapes:
-    """Return the shapes of the norms before attention and before the MLP."""
-    width = config.hidden_size
-    return {
-        f"{block}.input_layernorm.weight": (width,),
-        f"{block}.post_attention_layernorm.weight": (width,),
-    }
-
-
 def gated_mlp(name: str, width: int, inner: int) -> Shapes:
     """Return the shapes of gate, up and down projection."""
     return {
@@ -70,11 +51,16 @@ def decoder(config: Any, *, bias: bool = False, qk_norm: bool = False) -> Shapes
         bias: query, key and value have biases.
         qk_norm: each head of query and key has a norm.
     """
-    shapes = embedding_and_head(config)
     width, inner = config.hidden_size, config.intermediate_size
+    shapes: Shapes = {
+        "model.embed_tokens.weight": (config.vocab_size, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (config.vocab_size, width),
+    }
     for layer in range(config.num_hidden_layers):
         block = f"model.layers.{layer}"
-        shapes |= layer_norms(block, config)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{block}.{norm}.weight"] = (width,)
         shapes |= attention(f"{block}.self_attn", config, bias, qk_norm)
         if layer in config.sparse_layers:
             shapes |= experts(f"{block}.mlp", config)

@@ -318,10 +318,9 @@ class Automata(StepFeature):
         chunk = RowChunk(
             rows_T,
             rows.logits_XV,
-            rows.source_T,
             rows.slot_T,
             place_T.to(torch.int32),
-            0,
+            rows.source_T,
             owner_np=owner_np,
             token_T=torch.cat(tokens),
         )

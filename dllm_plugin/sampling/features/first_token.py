@@ -138,12 +138,11 @@ class FirstTokenDecoder(StepFeature):
         chunk = RowChunk(
             self.states.number_X[:count],
             logits_XV,
-            source_R,
             rows.slots_R,
             place_R.to(torch.int32),
-            0,
-            self.checks.allowed_first(slots_np, place_R),
-            np.arange(count),
+            source_R,
+            allowed_TW=self.checks.allowed_first(slots_np, place_R),
+            owner_np=np.arange(count),
         )
         active = [f for f in self.row_features if f.active(slots_np)]
         for feature in active:

@@ -110,12 +110,10 @@ class StagedChecks(StepFeature):
         chunk = RowChunk(
             rows_X,
             self.rows.gather(step, source_X, slot_X),
-            None,
             slot_X,
             place_X.to(torch.int32),
-            0,
-            allowed_XW,
-            owner_np,
+            allowed_TW=allowed_XW,
+            owner_np=owner_np,
         )
         if serves_X is not None:
             rows_X = rows_X.where(serves_X, source_X)

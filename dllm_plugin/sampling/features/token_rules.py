@@ -179,33 +179,12 @@ class EosBans:
         users = self.states.requests.users
         return users(NO_PROPOSAL, slots_np) | users(NO_CONFIDENCE, slots_np)
 
-    def ban_proposals(
-        self, logits_TV: Tensor, slot_T: Tensor, slots_np: np.ndarray
-    ) -> None:
-        """Ban what may not be proposed."""
-        self._ban(logits_TV, NO_PROPOSAL, slot_T, slots_np, self.eos_ids)
-
-    def ban_confidence(
+    def ban(
         self,
         logits_TV: Tensor,
         slot_T: Tensor,
         slots_np: np.ndarray,
-        is_greedy_T: Tensor,
-    ) -> None:
-        """Ban what may have no confidence, once tokens are proposed.
-
-        EOS only in greedy rows: LLaDA's code bans it in the logits with noise, but reads the
-        confidence from those without. Only at temperature 0 are the two the same tensor.
-        """
-        self._ban(logits_TV, NO_CONFIDENCE, slot_T, slots_np, self.turn_end_ids)
-        self._ban(logits_TV, NO_CONFIDENCE, slot_T, slots_np, self.eos_ids, is_greedy_T)
-
-    def _ban(
-        self,
-        logits_TV: Tensor,
         option: str,
-        slot_T: Tensor,
-        slots_np: np.ndarray,
         ids: list[int],
         among_T: Tensor | None = None,
     ) -> None:
