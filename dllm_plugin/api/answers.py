@@ -73,7 +73,8 @@ def read_fields(body: Any, streams: bool) -> Asked:
             f"Unknown field {shown(name)} in diffusion; known: {', '.join(FIELDS)}."
         )
     every = _every(body.get("frames", False))
-    early_text, trace = _switch(body, "early_text"), _switch(body, "trace")
+    early_text = _switch(body, "early_text")
+    trace = _switch(body, "trace")
     for name, asked in (("frames", every), ("early_text", early_text)):
         if asked and not streams:
             raise ValueError(f'diffusion.{name} needs "stream": true.')
@@ -199,7 +200,8 @@ async def answer(
         fields: what the request asks for in its field of ours; None if it has none.
         given: token ids of the request's template that are not filled.
     """
-    state, ours = raw_request.app.state, our_endpoints(raw_request)
+    state = raw_request.app.state
+    ours = our_endpoints(raw_request)
     asked = fields or Asked()
     arguments = request.vllm_xargs or {}
     strips = not arguments.get(STATISTICS)

@@ -25,7 +25,8 @@ from dllm_plugin.config.request.structured_outputs import (
 )
 from dllm_plugin.config.validation import shown
 
-SMALLEST, LARGEST = -(2**63), 2**64 - 1
+SMALLEST = -(2**63)
+LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 # Where tools have a schema: of chats, of responses and of messages.
 OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
@@ -216,7 +217,8 @@ def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
         ("structured_outputs json", _at(fields, "structured_outputs", "json")),
         ("text", _at(fields, "text", "format", "schema")),
     ]
-    choice, tools = _at(fields, "tool_choice"), _at(fields, "tools")
+    choice = _at(fields, "tool_choice")
+    tools = _at(fields, "tools")
     mode = choice.get("type") if isinstance(choice, dict) else choice
     if mode not in (None, "auto", "none"):
         chosen = _at(choice, "function", "name") or _at(choice, "name")

@@ -60,7 +60,8 @@ def check(request: CompletionRequest, fields: Asked | None) -> None:
         raise ValueError(
             f"n must be 1 at temperature 0, and at least 1 above it, got {request.n}."
         )
-    fields, arguments = fields or Asked(), request.vllm_xargs or {}
+    fields = fields or Asked()
+    arguments = request.vllm_xargs or {}
     reported = {
         "diffusion.frames": fields.every,
         "diffusion.early_text": fields.early_text,
@@ -113,7 +114,8 @@ async def _best(
     fields: Asked | None,
 ) -> tuple[Reply, Gapped]:
     """Return the best reply, and its choice of lengths."""
-    ours, encode = our_endpoints(raw_request), encoder(raw_request)
+    ours = our_endpoints(raw_request)
+    encode = encoder(raw_request)
     ends = ours.ends(encode)
     scorer = Scorer(raw_request, ours, request.model, len(choices), request.priority)
     changes = {

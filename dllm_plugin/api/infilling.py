@@ -129,9 +129,11 @@ async def _read(
         raise ValueError(
             "lengths has no effect on /v1/infill, where gaps name their own."
         )
-    request, messages = _completion(body), body.get("messages")
+    request = _completion(body)
+    messages = body.get("messages")
     prompt = None if messages is None else await _prompt_of(messages, raw_request)
-    canvas, context = ours.config.canvas_length, encode.context
+    canvas = ours.config.canvas_length
+    context = encode.context
     choices = place_each(
         parts, prompt, encode.first, encode, canvas, context, request.min_tokens
     )

@@ -187,8 +187,10 @@ class Memory(NamedTuple):
 
 def memory_of(vllm_config: VllmConfig, config: DecodeConfig) -> Memory:
     """Compute what a rank needs, from the configuration of the model and the engine."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    sizes, dtype = sizes_of(model.hf_text_config), model.dtype
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    sizes = sizes_of(model.hf_text_config)
+    dtype = model.dtype
     assert isinstance(dtype, torch.dtype)
     packing = model.model_arch_config.quantization_config
     stored = layer_bytes(model.quantization, dtype.itemsize, packing)
@@ -211,7 +213,8 @@ def memory_of(vllm_config: VllmConfig, config: DecodeConfig) -> Memory:
 
 def _report_memory(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Print whether the model fits, from its configuration, and what to change if not."""
-    memory, model = memory_of(vllm_config, config), vllm_config.model_config
+    memory = memory_of(vllm_config, config)
+    model = vllm_config.model_config
     share = vllm_config.cache_config.gpu_memory_utilization
     usable = share * current_platform.get_device_total_memory()
     weights, request = memory.weights, memory.request

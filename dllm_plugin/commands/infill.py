@@ -57,7 +57,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
     args.strategy = args.strategy or STRATEGY
-    options, parts = engine_options(args), parts_of_text(args.text)
+    options = engine_options(args)
+    parts = parts_of_text(args.text)
     from dllm_plugin.config.decode import get_decode_config
 
     from .phases import screen

@@ -18,7 +18,8 @@ import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin import COMMAND
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 # Removes leftovers of Python's shared memory, and then ends by itself.
 CLEANER = "multiprocessing.resource_tracker"
 # Warnings that a killed process causes there, and one that vLLM causes in each of its own.

@@ -182,7 +182,8 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     from dllm_plugin.config.request.arguments import refuse_unread
     from dllm_plugin.decoding.methods import check_policy, choose_method
 
-    family, strategy = FAMILIES[architecture], options.get("strategy", "auto")
+    family = FAMILIES[architecture]
+    strategy = options.get("strategy", "auto")
     method, _ = choose_method(strategy, family, bool(options.get("lora_path")))
     if options.get("adaptive", "off") != "off":
         check_adaptive(Options.from_user(options), method, family, "threshold")

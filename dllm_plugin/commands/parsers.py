@@ -164,7 +164,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
     Raises ValueError for a level of logging that does not exist.
     """
-    level, known = os.environ.get(LEVEL, "INFO"), logging.getLevelNamesMapping()
+    level = os.environ.get(LEVEL, "INFO")
+    known = logging.getLevelNamesMapping()
     if level.upper() not in known:
         raise ValueError(f"{LEVEL} {level!r} is none of {', '.join(known)}")
     if args.command == "serve":

@@ -322,7 +322,8 @@ def check_port(arguments: Sequence[str]) -> None:
     elsewhere = ("--uds", "--headless", "--config", "--grpc")
     if any(value_of(arguments, option) is not None for option in elsewhere):
         return
-    port, host = value_of(arguments, "--port") or "8000", value_of(arguments, "--host")
+    port = value_of(arguments, "--port") or "8000"
+    host = value_of(arguments, "--host")
     if not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--port must be a number from 0 to 65535, got {port!r}")
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET

@@ -32,7 +32,8 @@ OF_ENGINE = (
     *("strategy", "lora_path", "kv_cache_layout"),
     *("gpu_memory_utilization", "verbose", "dtype"),
 )
-UNCERTAIN, CERTAIN = (205, 60, 60), (60, 170, 80)
+UNCERTAIN = (205, 60, 60)
+CERTAIN = (60, 170, 80)
 
 
 @dataclass
@@ -106,7 +107,8 @@ def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> N
     from rich.console import Console
     from rich.live import Live
 
-    shown, console = Shown(), Console(file=out, highlight=False)
+    shown = Shown()
+    console = Console(file=out, highlight=False)
     live = Live(
         console=console,
         auto_refresh=False,
@@ -181,7 +183,8 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
     extra: dict[str, Any] = {"diffusion": {"frames": True}}
     for name, value in given(args, ("threshold", "policy", "block_length")).items():
         extra.setdefault("vllm_xargs", {})[REQUEST_PREFIX + name] = value
-    shown, positions = Shown(), dict[int, tuple[str, float | None]]()
+    shown = Shown()
+    positions = dict[int, tuple[str, float | None]]()
     try:
         base = f"{args.url.rstrip('/').removesuffix('/v1')}/v1"
         client = OpenAI(base_url=base, api_key=args.api_key or "none", max_retries=0)

@@ -282,7 +282,8 @@ def set_piecewise_graphs(vllm_config: VllmConfig) -> None:
 
 def set_graphs(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Choose which graphs are captured, of what sizes and by which worker."""
-    parallel, method = vllm_config.parallel_config, config.method
+    parallel = vllm_config.parallel_config
+    method = config.method
     mode = vllm_config.compilation_config.cudagraph_mode
     can = can_capture(vllm_config)
     parallel.worker_cls = worker_for(config, parallel.worker_cls, mode, can)

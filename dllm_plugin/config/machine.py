@@ -99,7 +99,8 @@ def never_alone(
     With single-block steps results depend on the number of running requests.
     """
     compilation = vllm_config.compilation_config
-    mode, graphs = compilation.mode, compilation.cudagraph_mode
+    mode = compilation.mode
+    graphs = compilation.cudagraph_mode
     # What vLLM leaves open becomes compiled at level 1, and gets both kinds of graphs at 2.
     level_two = vllm_config.optimization_level >= 2
     both = (

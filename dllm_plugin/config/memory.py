@@ -55,7 +55,8 @@ def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     """Return the size of a full step of an engine."""
     model = vllm_config.model_config
     scheduler = vllm_config.scheduler_config
-    slots, vocab = scheduler.max_num_seqs, model.get_vocab_size()
+    slots = scheduler.max_num_seqs
+    vocab = model.get_vocab_size()
     shard = vocab
     if config.vocab_parallel:
         padded = -(-vocab // PADDED_TO) * PADDED_TO

@@ -150,7 +150,8 @@ def refuse_spread_experts(vllm_config: VllmConfig) -> None:
 
 def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Set the method's scheduler and its token budget; disable chunked prefill if refused."""
-    scheduler, method = vllm_config.scheduler_config, config.method
+    scheduler = vllm_config.scheduler_config
+    method = config.method
     if "chunked_prefill" in method.refuses:
         scheduler.enable_chunked_prefill = False
     _fit_small_card(vllm_config)
@@ -244,7 +245,8 @@ def set_prefix_caching(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
     Raises ValueError if a connector would move pages of that size.
     """
-    cache, block = vllm_config.cache_config, config.block_length
+    cache = vllm_config.cache_config
+    block = config.block_length
     if "prefix_caching" in config.method.refuses:
         cache.enable_prefix_caching = False
     if not shares_pages(vllm_config):

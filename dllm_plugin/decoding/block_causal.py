@@ -165,7 +165,8 @@ def keep_edited(
 
 def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
     """Restrict a plan to the first sub-block with masks of each block (Fast-dLLM v2)."""
-    num_positions, num_slots = canvas.block_RC.shape[1], plan.full_RS.shape[1]
+    num_positions = canvas.block_RC.shape[1]
+    num_slots = plan.full_RS.shape[1]
     position_RC = torch.arange(num_positions, device=canvas.block_RC.device)
     start_RS = torch.nn.functional.pad(canvas.size_RS.cumsum(dim=1), (1, 0))
     place_RC = position_RC - start_RS.gather(1, canvas.block_RC)

@@ -80,7 +80,8 @@ def _rank_by_counting(
     position_C = torch.arange(score_RC.shape[1], device=score_RC.device)
     mine, other = score_RC[:, :, None], score_RC[:, None]
     ahead_RCC = (other > mine) | ((other == mine) & (position_C < position_C[:, None]))
-    candidate, other_candidate = candidates_RC[:, :, None], candidates_RC[:, None]
+    candidate = candidates_RC[:, :, None]
+    other_candidate = candidates_RC[:, None]
     ahead_RCC = (other_candidate & ~candidate) | (
         (other_candidate == candidate) & ahead_RCC
     )

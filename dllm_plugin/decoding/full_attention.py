@@ -172,7 +172,8 @@ def bounds(
     `canvas_length` positions are decoded canvas by canvas, each with everything before it as
     its prompt. A template is a single canvas, whose last block ends with its last gap.
     """
-    prompt_len, block_length = layout.prompt_len, layout.block_length
+    prompt_len = layout.prompt_len
+    block_length = layout.block_length
     most = canvas_length // block_length * block_length
     first = prompt_len + (start - prompt_len) // most * most
     whole = layout.end - first

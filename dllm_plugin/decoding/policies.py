@@ -68,7 +68,9 @@ def threshold_released(
     Dream with ``alg="confidence_threshold"`` and no cache (Fast-dLLM ``generation_utils.py``):
     each step releases an even share of the block, and what an earlier step rejected.
     """
-    size_R, step_R, steps_R = canvas.size_RS[:, 0], canvas.step_R, settings.steps_R
+    size_R = canvas.size_RS[:, 0]
+    step_R = canvas.step_R
+    steps_R = settings.steps_R
     left_R = plan.candidates_RC.sum(dim=1)
     released_R = size_R // steps_R * (step_R + 1) + torch.minimum(
         step_R + 1, size_R % steps_R
@@ -135,7 +137,8 @@ def rounded_schedule(
     plan: StepPlan, canvas: Canvas, proposal: Proposal, settings: PolicySettings
 ) -> Tensor:
     """Take the best-scored by a rounded share of what is left (dLLM), but for steps without."""
-    left_R, steps_R = plan.candidates_RC.sum(dim=1), settings.steps_R
+    left_R = plan.candidates_RC.sum(dim=1)
+    steps_R = settings.steps_R
     step_R = step_with_quota(canvas.step_R, left_R, steps_R)
     quota_R1 = rounded_quota(step_R, left_R, steps_R)[:, None]
     return plan.candidates_RC & (rank(proposal.score_RC, plan.candidates_RC) < quota_R1)
@@ -220,7 +223,8 @@ def _sure_or_best(
 
 def _quota_of_block(canvas: Canvas, settings: PolicySettings) -> Tensor:
     """Return LLaDA's quota of this step for a whole block."""
-    length_R, steps_R = settings.block_length_R, settings.steps_R
+    length_R = settings.block_length_R
+    steps_R = settings.steps_R
     return length_R // steps_R + (canvas.step_R < length_R % steps_R).to(torch.int64)
 
 

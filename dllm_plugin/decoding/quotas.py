@@ -32,7 +32,8 @@ def step_with_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
 
 def rounded_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
     """Return ``round(left * (1 - s / t))``: s and t in float32, halves to even."""
-    after_R, before_R = steps_R - step_R - 1, steps_R - step_R
+    after_R = steps_R - step_R - 1
+    before_R = steps_R - step_R
     times = [(time_R.double() / steps_R).float() for time_R in (after_R, before_R)]
     # As the reference goes from time to mask rate and back; it decides halves.
     s_R, t_R = (1.0 - (1.0 - time_R) for time_R in times)

@@ -185,7 +185,8 @@ def widths_worth(
     that a controller would change its width for, else the six that lose least where they lose
     most.
     """
-    curves_PW, costs = _curves(widths, shift), Costs(per_key=1.0)
+    curves_PW = _curves(widths, shift)
+    costs = Costs(per_key=1.0)
     shares = []
     for context in CONTEXTS:
         times_W = [costs.step(requests, width, context) for width in widths]

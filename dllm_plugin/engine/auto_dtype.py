@@ -118,7 +118,8 @@ def register_convertors() -> None:
 
 def close(model_config: ModelConfig) -> None:
     """Remove the marker from the config; record whether the user left the dtype open."""
-    config, dtype = model_config.hf_config, model_config.dtype
+    config = model_config.hf_config
+    dtype = model_config.dtype
     mark = config.dtype
     if not isinstance(mark, OpenDtype):
         return

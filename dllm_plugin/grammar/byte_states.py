@@ -41,7 +41,8 @@ def main() -> None:
     # 256 stands for the end of a text, which final states report as a successor.
     bytes_alone = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     index = Index(f"(?:{pattern}){BEHIND}", bytes_alone)
-    transitions, finals = index.get_transitions(), index.get_final_states()
+    transitions = index.get_transitions()
+    finals = index.get_final_states()
     names = {index.get_initial_state(): 0}
     for state in transitions:
         names.setdefault(state, len(names))

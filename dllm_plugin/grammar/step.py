@@ -203,7 +203,8 @@ def constrain(
         tokens_RC=canvas.tokens_RC.index_copy(0, checks.row_G, agreed.tokens_GC),
         saw_stop_R=canvas.saw_stop_R & ~has_R,
     )
-    num_positions, num_slots = canvas.tokens_RC.shape[1], canvas.size_RS.shape[1]
+    num_positions = canvas.tokens_RC.shape[1]
+    num_slots = canvas.size_RS.shape[1]
     plan = _store_settled(canvas, plan, of_step(agreed.settled_G, num_positions), has_R)
 
     position_C = torch.arange(num_positions, device=front_R.device)

@@ -116,7 +116,9 @@ class VerifiedState(GrammarState):
 
 def pack_rows(req_ids: Sequence[str], checks: Sequence[RowCheck]) -> RowsPayload:
     """Pack the checks of a step."""
-    owners, places, rows = list[int](), list[int](), list[np.ndarray]()
+    owners = list[int]()
+    places = list[int]()
+    rows = list[np.ndarray]()
     for owner, check in enumerate(checks):
         owners += [owner] * len(check.rows)
         places += range(check.first, check.first + len(check.rows))

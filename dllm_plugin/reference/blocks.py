@@ -259,7 +259,8 @@ def sure_or_best(
 
 def tokens_to_replace(text: Text, found: Proposals, low: int, high: int) -> list[int]:
     """Return decided positions of [low, high) for which the model is sure of another token."""
-    limit, positions = float32(text.rules.editing_threshold), []
+    limit = float32(text.rules.editing_threshold)
+    positions = []
     for p in range(low, high):
         proposal, token = found[p], text.tokens[p]
         if token == text.model.mask_id:

@@ -51,7 +51,8 @@ def decode(text: Text) -> Result:
 
     Raises ValueError for a policy that the loop does not know.
     """
-    loop, policy = LOOPS[text.rules.strategy], text.rules.policy
+    loop = LOOPS[text.rules.strategy]
+    policy = text.rules.policy
     if policy not in loop.policies:
         raise ValueError(
             f"the plain loop of {text.rules.strategy} does not know the policy "

@@ -90,7 +90,6 @@ class MaskedRows(LogitsRows):
         self.counts = MaskCounts(num_slots, steps_in_flight)
         self._step: Step | None = None
         self._guided: GuidedRows | None = None
-        self._starts_np = np.zeros(0, dtype=np.int64)
         # Stands for logits before the forward.
         self._nothing_T0 = states.canvas_NC.new_empty(0, 0)
 
@@ -118,7 +117,6 @@ class MaskedRows(LogitsRows):
         batch.logits_indices = row_T
         if states.requests.uses("cfg_scale", slots_np):
             batch.logits_indices = self._guide(batch, rows, row_T)
-        self._starts_np = rows.starts_np
         # Not start plus canvas: vLLM's warm-up decodes a canvas that it does not put there.
         seq_lens_R = batch.seq_lens[begun.index_R]
         step = Step(begun.slots_R, *begun.planned, seq_lens_R, begun.refresh_R)
@@ -227,7 +225,7 @@ class MaskedRows(LogitsRows):
     def keep_counts(self, step: Step, left_R: Tensor | None) -> None:
         """Record how many masks the step has left in each block."""
         assert left_R is not None
-        self.counts.record(step.slots_np, self._starts_np, left_R)
+        self.counts.record(step.slots_np, step.before_np, left_R)
 
     def _guide(self, batch: "InputBatch", rows: HostRows, row_T: Tensor) -> Tensor:
         """Return the rows of the step, then those of unconditional requests."""

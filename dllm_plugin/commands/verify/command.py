@@ -146,7 +146,8 @@ def _compare(
     seen = (first.states, first.logits)
     compared = compare_first_forward(seen, ours, exact, stop, reference.is_mixture)
     end = len(job.prompt) + len(theirs.tokens)
-    mask_id, moves = job.config.mask_token_id, compared.rounding
+    mask_id = job.config.mask_token_id
+    moves = compared.rounding
     watcher = Watcher(theirs.decided, end, mask_id, moves)
     result = second_opinion.decode_job(model, job, watcher)
     return Verdict(theirs, result, compared, watcher.difference)

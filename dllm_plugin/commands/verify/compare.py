@@ -63,7 +63,8 @@ def compare_first_forward(
     positions = [p for p in sorted(theirs[1]) if p < stop]
     for rows in (*theirs[0], theirs[1]):
         found.append(torch.stack([rows[p] for p in positions]).float())
-    wanted, truth = _rows_of(ours, positions), _rows_of(exact, positions)
+    wanted = _rows_of(ours, positions)
+    truth = _rows_of(exact, positions)
     # In 16 bits a router may take another expert for single rows, and both are right.
     spared = FEW_ROWS if is_mixture and dtype != torch.float32 else 0.0
     first, layers = None, []

@@ -188,7 +188,9 @@ def start(options: dict[str, Any], tensor_parallel_size: int) -> LLM:
 
 def decode(llm: LLM, name: str, job: Job) -> Decode:
     """Decode one prompt greedily, step by step."""
-    config, prompt, length = job.config, job.prompt, len(job.prompt)
+    config = job.config
+    prompt = job.prompt
+    length = len(job.prompt)
     shift = int(config.family.logits_shift)
     span = range(max(length - COMPARED, 0), length + COMPARED)
     first_row = max(length - shift, 0)

@@ -189,7 +189,8 @@ def load(
     num_layers: int,
 ) -> Reference:
     """Load the checkpoint's own code if it may run and there is some, else our plain model."""
-    family, own_code = config.family, trusted and has_code(folder)
+    family = config.family
+    own_code = trusted and has_code(folder)
     is_mixture = "num_experts" in Sizes.load(folder).raw
     # A copy in float32 tells what rounding does to the checkpoint's own code.
     copied = 4 if own_code and dtype.itemsize < 4 else 0

@@ -82,7 +82,8 @@ def decode_job(model: Model, job: Job, watch: Callable[[Step], None]) -> Result:
 
 def rules_of(job: Job) -> Rules:
     """Return the options of the plain loop."""
-    config, request = job.config, dataclasses.asdict(job.request)
+    config = job.config
+    request = dataclasses.asdict(job.request)
     given = {name: request[name] for name in _known() if name in request}
     return Rules(
         strategy=_name(config),
@@ -118,7 +119,9 @@ def _name(config: DecodeConfig) -> str:
 
 def blocks_of(job: Job, length: int) -> list[int]:
     """Number the blocks of the first positions; a query sees its and earlier blocks."""
-    config, start, size = job.config, len(job.prompt), job.request.block_length
+    config = job.config
+    start = len(job.prompt)
+    size = job.request.block_length
     if config.method.full_attention:
         return [0] * length
     if config.method.causal:
@@ -134,7 +137,9 @@ def blocks_of(job: Job, length: int) -> list[int]:
 
 def first_stop(job: Job) -> int:
     """Return the end of the positions that both sides compute in the first forward."""
-    config, start, size = job.config, len(job.prompt), job.request.block_length
+    config = job.config
+    start = len(job.prompt)
+    size = job.request.block_length
     if config.method.full_attention or config.method.causal_rows:
         return job.max_model_len
     end = start + size

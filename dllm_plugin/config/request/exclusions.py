@@ -24,7 +24,9 @@ BESIDE_TARGETS = (
 
 def _without_effect(case: Case) -> Iterator[str]:
     """Yield why the engine, the strategy or the policy reads no such argument."""
-    config, asked, given = case.config, case.asked, case.given
+    config = case.config
+    asked = case.asked
+    given = case.given
     if asked.block_length > config.longest_block:
         name = "window" if "window" in given else "block_length"
         value = shown(given.get(name, asked.block_length))
@@ -71,7 +73,9 @@ def _is_read(case: Case, name: str) -> bool:
 
 def _with_gaps(case: Case) -> Iterator[str]:
     """Yield why a schedule, a template or its targets are refused."""
-    config, asked, given = case.config, case.asked, case.given
+    config = case.config
+    asked = case.asked
+    given = case.given
     for place, width in enumerate(given.get("schedule", ())):
         if type(width) is not int or not 1 <= width <= config.canvas_length:
             yield (
@@ -110,7 +114,9 @@ def _with_gaps(case: Case) -> Iterator[str]:
 
 def _with_others(case: Case) -> Iterator[str]:
     """Yield why an argument is refused beside another argument or an option."""
-    config, asked, given = case.config, case.asked, case.given
+    config = case.config
+    asked = case.asked
+    given = case.given
     for name in ("steps", "max_post_steps"):
         if why := too_many_forwards(case, name):
             yield (
@@ -137,7 +143,9 @@ def _with_others(case: Case) -> Iterator[str]:
 
 def _with_options(case: Case, prefix: str) -> Iterator[str]:
     """Yield why an option of the engine, or the argument with a prefix, is refused."""
-    config, asked, given = case.config, case.asked, case.given
+    config = case.config
+    asked = case.asked
+    given = case.given
     for name in ("cfg_scale", "use_block_cache", "early_text"):
         if why := beside_stages(case, name):
             yield f"{prefix}{name} {why}."
@@ -189,7 +197,8 @@ def _with_parameters(case: Case) -> Iterator[str]:
         )
     if config.reserved and "template" not in given and params.max_tokens == 1:
         yield "max_tokens must be at least 2 with this model, whose last position is reserved."
-    template, stops = asked.template, params.stop_token_ids or ()
+    template = asked.template
+    stops = params.stop_token_ids or ()
     if template and template.end != params.max_tokens:
         yield (
             f"max_tokens is {shown(params.max_tokens)}, but the last gap of dllm_template ends at "

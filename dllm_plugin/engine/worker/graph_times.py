@@ -118,20 +118,23 @@ def prepare(
 
     Returns the batch, its attention metadata and its slots.
     """
-    tables, buffers = runner.block_tables, runner.input_buffers
+    tables = runner.block_tables
+    buffers = runner.input_buffers
     num_tokens = num_reqs * width
     batch = InputBatch.make_dummy(num_reqs, num_tokens, buffers, is_padding=False)
     # Equal tokens would all be routed to the same experts.
     batch.input_ids.random_(0, runner.vocab_size)
     given = tables.get_dummy_block_tables(num_reqs)
     slots = tables.get_dummy_slot_mappings(num_tokens)
-    pages, most = runner.kv_cache_config.num_blocks, runner.max_model_len
+    pages = runner.kv_cache_config.num_blocks
+    most = runner.max_model_len
     set_dummy_context(batch, tables, context, pages, most, given)
     state: Any = runner.model_state
     canvas_NC = state.states.canvas_NC
     canvas_NC.fill_(state.config.mask_token_id)
     canvas_NC[:, : width // 2] = 0
-    groups, cache = runner.attn_groups, runner.kv_cache_config
+    groups = runner.attn_groups
+    cache = runner.kv_cache_config
     return batch, state.prepare_attn(batch, mode, given, slots, groups, cache), slots
 
 

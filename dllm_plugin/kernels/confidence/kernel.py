@@ -140,7 +140,9 @@ def scan_rows(rows: Reading, columns: Columns, programs: int = PROGRAMS) -> Tens
 
     `rows.divide` and `rows.token_T` are read too, only with all columns of the rows.
     """
-    logits_XV, sampling, token_T = rows.logits_XV, rows.sampling, rows.token_T
+    logits_XV = rows.logits_XV
+    sampling = rows.sampling
+    token_T = rows.token_T
     count, width = len(rows.slot_T), logits_XV.shape[1]
     first, vocab_size, shards = columns
     num_partials, num_columns = count_partials(count, width, programs, shards)

@@ -32,7 +32,9 @@ def scan_rows(rows: reference.Reading, columns: reference.Columns) -> Tensor:
     Tokens that were chosen before and logits that were tempered before are not read so; the bias
     table is that of the whole vocabulary.
     """
-    slot_T, mask_id, bias = rows.slot_T, rows.mask_id, rows.bias
+    slot_T = rows.slot_T
+    mask_id = rows.mask_id
+    bias = rows.bias
     sampling, logits_TV = rows.sampling, rows.in_float32()
     first, width = columns.first, logits_TV.shape[1]
     inside = min(max(columns.vocab_size - first, 0), width)

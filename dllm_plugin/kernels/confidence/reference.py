@@ -116,7 +116,9 @@ def propose_rows(rows: Reading) -> RowStats:
     ``generate.py``, ``add_gumbel_noise``, in float64 as there); ``u`` is :func:`gumbel_uniform`.
     Greedy rows take the largest logit. Ties go to the lower id, and a NaN is the largest number.
     """
-    slot_T, bias, token_T = rows.slot_T, rows.bias, rows.token_T
+    slot_T = rows.slot_T
+    bias = rows.bias
+    token_T = rows.token_T
     sampling = rows.sampling
     logits_TV = rows.in_float32()
     if bias is not None:

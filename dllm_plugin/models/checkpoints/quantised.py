@@ -100,7 +100,8 @@ class QuantizedHead(QuantizeMethodBase):
 
 def quantise_rows(rows_NH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return rows in 8 bits, and float32 scales ``[N, 1]`` by which they are multiplied."""
-    values_NH, largest = rows_NH.to(torch.float32), LARGEST[dtype]
+    values_NH = rows_NH.to(torch.float32)
+    largest = LARGEST[dtype]
     scale_N1 = values_NH.abs().amax(dim=1, keepdim=True) / largest
     scale_N1 = scale_N1.clamp_min(LEAST_SCALE)
     scaled_NH = (values_NH / scale_N1).clamp(-largest, largest)

@@ -19,7 +19,8 @@ def gated_mlp(name: str, width: int, inner: int) -> Shapes:
 
 def experts(name: str, config: Any) -> Shapes:
     """Return the shapes of the router and every expert of an MoE layer."""
-    width, inner = config.hidden_size, config.moe_intermediate_size
+    width = config.hidden_size
+    inner = config.moe_intermediate_size
     shapes: Shapes = {f"{name}.gate.weight": (config.num_experts, width)}
     for expert in range(config.num_experts):
         shapes |= gated_mlp(f"{name}.experts.{expert}", width, inner)
@@ -28,7 +29,8 @@ def experts(name: str, config: Any) -> Shapes:
 
 def attention(name: str, config: Any, bias: bool, qk_norm: bool) -> Shapes:
     """Return the shapes of query, key, value and output projection and of per-head norms."""
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = config.num_attention_heads
     # The configs of Qwen2 and LLaDA have no head size of their own.
     head = getattr(config, "head_dim", None) or width // heads
     q_width = head * heads
@@ -51,7 +53,8 @@ def decoder(config: Any, *, bias: bool = False, qk_norm: bool = False) -> Shapes
         bias: query, key and value have biases.
         qk_norm: each head of query and key has a norm.
     """
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
+    inner = config.intermediate_size
     shapes: Shapes = {
         "model.embed_tokens.weight": (config.vocab_size, width),
         "model.norm.weight": (width,),
