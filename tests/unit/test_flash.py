@@ -115,13 +115,12 @@ def test_the_bound_is_reached() -> None:
     with pytest.raises(
         AssertionError, match="40 attention sequences in a step of 40 tokens and 1"
     ):
+        nothing = torch.empty(0)
+        cache = KVCacheConfig(0, [], [])
         AttentionSequences(loop.states, 1, 39).build(
             batch_of(loop, [run]),
+            KVGroups(40, nothing, (), nothing, [], cache),
             CUDAGraphMode.NONE,
-            (),
-            torch.empty(0),
-            [],
-            KVCacheConfig(0, [], []),
             False,
         )
 
@@ -259,7 +258,8 @@ def test_prefix_and_suffix_are_what_sequences_see(
         (torch.arange(16, dtype=torch.int32).view(4, 4),),
         torch.zeros(1, 48).long(),
     )
-    step = (batch, CUDAGraphMode.FULL, tables, slots, [[group]], cache, False)
+    groups = KVGroups(64, batch.positions, tables, slots, [[group]], cache)
+    step = (batch, groups, CUDAGraphMode.FULL, False)
     plain = AttentionSequences(loop.states, 4, 64).build(*step)["x"]
     both = AttentionSequences(loop.states, 4, 64, cascade_from={12: 4})
     batch.num_reqs_after_padding = 3
