@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
+from dllm_plugin.decoding.families import FULL_ATTENTION, STRATEGY_NAMES
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,
@@ -57,8 +58,13 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
     args.strategy = args.strategy or STRATEGY
-    options = engine_options(args)
     parts = parts_of_text(args.text)
+    if args.strategy in {*STRATEGY_NAMES} - {*FULL_ATTENTION}:
+        raise ValueError(
+            f"a gap needs full attention: under strategy {args.strategy!r} a block never sees "
+            f"what stands behind it; use --strategy {' or '.join(FULL_ATTENTION)}"
+        )
+    options = engine_options(args)
     from dllm_plugin.config.decode import get_decode_config
 
     from .phases import screen

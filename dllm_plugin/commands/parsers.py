@@ -124,28 +124,29 @@ def _add_verify(commands: Any) -> None:
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0, 1 for a failure, or 2 for wrong options."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    ends = argv is None
     try:
         dllm_plugin.check_installed_vllm()
         args = _parse(arguments)
-        if argv is None:
+        if ends:
             interrupts.end_at_signals()
         _prepare(args)
         status: int = args.run(args)
-        if argv is None and args.command in ENDED:
+        if ends and args.command in ENDED:
             _end_process(status)
         return status
     except KeyboardInterrupt:
         return interrupts.INTERRUPTED
     except BrokenPipeError as error:
         if not _output_is_cut():
-            return _failed(error, FAILED)
+            return _failed(error, FAILED, ends)
         return 128 + signal.SIGPIPE
     except (ValueError, FileNotFoundError) as error:
-        return _failed(error, WRONG_OPTIONS)
+        return _failed(error, WRONG_OPTIONS, ends)
     except (ImportError, OSError, interrupts.StartError) as error:
-        return _failed(error, FAILED)
+        return _failed(error, FAILED, ends)
     except _vllm_refusals() as error:
-        return _failed(error, WRONG_OPTIONS)
+        return _failed(error, WRONG_OPTIONS, ends)
 
 
 def _vllm_refusals() -> tuple[type[Exception], ...]:
@@ -154,8 +155,13 @@ def _vllm_refusals() -> tuple[type[Exception], ...]:
     return () if module is None else (module.VLLMValidationError,)
 
 
-def _failed(error: Exception, status: int) -> int:
+def _failed(error: Exception, status: int, ends: bool) -> int:
+    """Print one sentence; if the process ends with it, end engines, too."""
     print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
+    if ends and "vllm" in sys.modules:
+        sys.stdout.flush()
+        # Python would take them apart in seconds, and print 40 lines about what leaked.
+        interrupts.end_now(status)
     return status
 
 

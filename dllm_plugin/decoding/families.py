@@ -213,5 +213,6 @@ POLICY_NAMES = (
     "sequential",
     "joint_threshold",
 )
+FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 # Strategies for which the bundled model takes its adapter.
 ADAPTED_STRATEGIES = (D2F,)
