@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import CONFIG_MAPPING
-from vllm import ModelRegistry
+from vllm import ModelRegistry, exceptions
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
@@ -192,11 +192,11 @@ class Lifecycle:
             scope["method"] == "POST" or scope["path"].endswith(HEALTH)
         ):
             end: End | None = scope["app"].state.lifecycle
-            if end is not None and end.is_asked_for():
-                await ending_reply()(scope, receive, send)
-                return
             if end is not None:
-                await self.handle_until_end(scope, receive, send, end)
+                if end.is_asked_for():
+                    await ending_reply()(scope, receive, send)
+                else:
+                    await self.handle_until_end(scope, receive, send, end)
                 return
         await self.app(scope, receive, send)
 
@@ -224,8 +224,8 @@ class Lifecycle:
     async def handle_until_cut(
         self, scope: Scope, receive: Receive, send: Send, cut: asyncio.Event
     ) -> None:
-        """Pass a request on; if its stream is cut, end the stream with an event of its kind."""
-        number, streams = 0, False
+        """Pass a request on; end a stream that is cut, or refused, with an event of its kind."""
+        number, streams, why = 0, False, CUT
 
         async def counting(message: Message) -> None:
             nonlocal number, streams
@@ -243,21 +243,26 @@ class Lifecycle:
                 return
             running.cancel()
             await asyncio.wait((running,))
+        except RuntimeError as error:  # a refusal after the first event
+            if not isinstance(error.__cause__, exceptions.VLLMValidationError):
+                raise
+            why = str(error.__cause__)
         finally:
             running.cancel()
             waiting.cancel()
-        await send(
-            {"type": "http.response.body", "body": error_event(scope["path"], number)}
-        )
+        body = error_event(scope["path"], number, why)
+        await send({"type": "http.response.body", "body": body})
 
 
-def error_event(path: str, number: int) -> bytes:
-    """Return the event that ends a cut stream after `number` events."""
-    error: dict[str, Any] = {"type": "error", "message": CUT}
+def error_event(path: str, number: int, why: str) -> bytes:
+    """Return the event that ends a stream after `number` events, and says why."""
+    kinds = "overloaded_error", "server_error"
+    ours, code = kinds if why == CUT else ("invalid_request_error",) * 2
+    error: dict[str, Any] = {"type": "error", "message": why}
     if path.endswith(MESSAGES):
-        error = {"type": "error", "error": error | {"type": "overloaded_error"}}
+        error = {"type": "error", "error": error | {"type": ours}}
     else:
-        error |= {"code": "server_error", "param": None, "sequence_number": number}
+        error |= {"code": code, "param": None, "sequence_number": number}
     return EVENT + f"error\ndata: {json.dumps(error)}\n\n".encode()
 
 
@@ -270,8 +275,7 @@ def ending_reply() -> JSONResponse:
 
 def is_first(state: Any) -> bool:
     """Return whether this is the first, or the only one, of the processes that serve."""
-    rank: int = state.vllm_config.parallel_config._api_process_rank
-    return rank <= 0
+    return bool(state.vllm_config.parallel_config._api_process_rank <= 0)
 
 
 async def announce(app: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Send
+from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.commands.server import Lifecycle
 from dllm_plugin.commands.server_end import CUT
@@ -25,6 +26,13 @@ async def endless(scope: Message, receive: Receive, send: Send) -> None:
     while True:
         await send(dict(PING))
         await asyncio.sleep(0)
+
+
+async def refused(scope: Message, receive: Receive, send: Send) -> None:
+    """As vLLM's refusal of a stream whose first event was sent reaches a middleware."""
+    await send(START | {"headers": [EVENTS]})
+    await send(dict(PING))
+    raise RuntimeError("too late") from VLLMValidationError("top_k is odd")
 
 
 async def whole(scope: Message, receive: Receive, send: Send) -> None:
@@ -83,3 +91,14 @@ def test_responses(events: int) -> None:
 def test_a_reply_that_is_no_stream_is_left_alone(cut_after: int) -> None:
     sent = asyncio.run(sent_by(whole, "/v1/messages", cut_after))
     assert sent == [START, LAST]
+
+
+@pytest.mark.parametrize(
+    ("path", "key"), [("/v1/responses", "code"), ("/v1/messages", "type")]
+)
+def test_a_refused_stream_ends_with_the_sentence(path: str, key: str) -> None:
+    *_, last = asyncio.run(sent_by(refused, path, 99))
+    error = json.loads(last["body"].split(b"data: ")[1])
+    error = error.get("error", error)
+    assert error["message"] == "top_k is odd"
+    assert error[key] == "invalid_request_error"
