@@ -15,6 +15,11 @@ CHECKS = {
     "llada2.1-eager": (recorded.check_blocks, EAGER, "llada2.1"),
     "llada2.1": (recorded.check_blocks, FULL, "llada2.1"),
     "sdar-moe-eager": (recorded.check_blocks, EAGER, "sdar-moe"),
+    "sdar-moe": (recorded.check_blocks, FULL, "sdar-moe"),
+    "llada2.0": (recorded.check_blocks, FULL, "llada2.0"),
+    "llada-moe-eager": (recorded.check_full, EAGER, "llada-moe", "dual_cache"),
+    "llada-moe": (recorded.check_full, FULL, "llada-moe", "dual_cache"),
+    "rnd1-eager": (recorded.check_full, EAGER, "rnd1", "semi_autoregressive"),
     "fast-eager": (recorded.check_blocks, EAGER, "fast-dllm-v2-tied"),
 }
 
