@@ -69,7 +69,7 @@ def test_random_settings_in_one_batch(
 @every_decoder
 def test_refreshes_that_cost_less(decoder: Decoder, llm: Any) -> None:
     """Each request has its own; they compute what the plain loop does, alone and in a batch."""
-    jobs = random_jobs(decoder, 12, seed=2, approximate=True)
+    jobs = random_jobs(decoder, 16, seed=2, approximate=True)
     before = computed(llm)
     for (job, text), output in zip(
         jobs, run(llm, [job for job, _ in jobs]), strict=True

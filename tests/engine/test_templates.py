@@ -41,7 +41,7 @@ TAIL = a_prompt(9, 4)
 @every_decoder
 def test_gaps_are_filled_as_in_plain_torch(decoder: Decoder, llm: Any) -> None:
     """Alone, and in one batch with ordinary requests."""
-    gaps, jobs = random_gap_jobs(decoder, 10), random_jobs(decoder, 4)
+    gaps, jobs = random_gap_jobs(decoder, 16), random_jobs(decoder, 4)
     before = scheduler(llm).num_computed_positions
     both = [found for pair in zip(gaps, jobs, strict=False) for found in pair] + gaps[
         4:
