@@ -24,7 +24,7 @@ OURS = (
     "dllm_plugin.engine.scheduling.grammar_scheduler",
     "dllm_plugin.engine.worker.cpu_worker",
     "dllm_plugin.api.plugin",
-    "dllm_plugin.commands.cli",
+    "dllm_plugin.commands.parsers",  # whose command is run, not imported
 )
 # Read while libraries are loaded, where Python sees nothing of it.
 LIBRARIES = (
