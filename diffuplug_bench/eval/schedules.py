@@ -7,7 +7,6 @@ last number of the text, as of answers to GSM8K, and any other when the text hol
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffuplug_bench import report
@@ -25,6 +24,7 @@ from diffuplug_bench.problems import last_number
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import add_adapter, stop_engine
+from dllm_plugin.commands.options import text_of
 
 BY_DEFAULT = "as set"
 
@@ -56,9 +56,8 @@ def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
     if file is None:
         return [problem(seed) for seed in eval_seeds(limit or LIMIT)]
     questions = []
-    for place, line in enumerate(
-        Path(file).read_text(encoding="utf-8").splitlines(), 1
-    ):
+    text = text_of("--questions", file)
+    for place, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

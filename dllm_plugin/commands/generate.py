@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from .offline import (
@@ -23,6 +22,7 @@ from .options import (
     add_value,
     add_verbose,
     share,
+    text_of,
 )
 
 
@@ -90,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
 def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the answer has to be, by vLLM's names; nothing if it is free."""
     if args.json_schema is not None:
+        text = text_of("--json-schema", args.json_schema)
         try:
-            schema = json.loads(Path(args.json_schema).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            schema = json.loads(text)
+        except ValueError as error:
             raise ValueError(f"--json-schema {args.json_schema}: {error}") from None
         if not isinstance(schema, dict):
             raise ValueError(f"--json-schema {args.json_schema} holds no JSON object")

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dllm_plugin.config.options import OPTIONS, Options
@@ -70,6 +71,16 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 return list(action.choices[command]._option_string_actions)
         return list(self._option_string_actions)
+
+
+def text_of(flag: str, file: str | Path) -> str:
+    """Read the text of a file that a flag names; ValueError if it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{flag} {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {file} is no text in UTF-8") from None
 
 
 def flag_of(name: str) -> str:

@@ -208,7 +208,7 @@ def from_server(args: argparse.Namespace) -> Iterator[Shown]:
                 shown.forwards = took["forwards"]
             yield shown
     except OpenAIError as error:
-        raise ValueError(_sentence(error)) from error
+        raise ValueError(f"--url {args.url}: {_sentence(error)}") from error
 
 
 def _apply(

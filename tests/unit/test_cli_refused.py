@@ -47,14 +47,14 @@ from dllm_plugin.commands import cli, models, phases
         (["generate", " "], "the prompt is empty"),
         (
             ["generate", "x", "--json-schema", "/no/such/file"],
-            "No such file or directory",
+            "--json-schema /no/such/file: No such file or directory",
         ),
         (["generate", "x", "--json-schema", __file__], "--json-schema"),
         (["generate", "x", "--choice", ","], "--choice ',' holds no word"),
         (["doctor", "./none"], "there is no folder ./none"),
         (["verify", "./none"], "there is no folder ./none"),
         (["verify", "--policy", "best"], "policy 'best' is unknown"),
-        (["verify", "--prompts", "/no/such/file"], "No such file or directory"),
+        (["verify", "--prompts", "/no/such/file"], "--prompts /no/such/file: No such"),
         (["doctor", "--context", "8"], "--context needs --requests"),
         (["doctor", "--requests", "8", "--acceptance", "2"], "--acceptance must be"),
         (["doctor", "--requests", "8", "--adaptive", "off"], "--adaptive off has none"),
@@ -115,7 +115,7 @@ from dllm_plugin.commands import cli, models, phases
         (["eval", "--schedule", "8", "--all"], "--all has policies of its own"),
         (
             ["eval", "--schedule", "8", "--questions", "/no/such/file"],
-            "No such file or directory",
+            "--questions /no/such/file: No such file or directory",
         ),
         (
             ["eval", "--schedule", "8", "--json"],

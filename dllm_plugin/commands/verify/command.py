@@ -11,6 +11,7 @@ from vllm import LLM
 from vllm.config import ModelConfig
 
 from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
+from dllm_plugin.commands.options import text_of
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_prompts(file: str | Path) -> list[str]:
     """Read one prompt a line."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    lines = text_of("--prompts", file).splitlines()
     if prompts := [line for line in lines if line.strip()]:
         return prompts
     raise ValueError(f"{file} has no prompt: write one a line")
