@@ -1,5 +1,6 @@
 """WeDLM: recorded decodes, alone and together, and what else a request may ask for."""
 
+import itertools
 import json
 import random
 from functools import cache
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from distributions import check_frequencies
 from engines import (
     CHECKPOINTS,
     EngineRoom,
@@ -26,6 +29,8 @@ from dllm_plugin.reference.text import Text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ENGINES = (("wedlm", False), ("wedlm", True), ("wedlm-qwen2", False))
+# Tokens of which none is nearly sure.
+LIKELY = {"wedlm": [41, 42, 52, 34], "wedlm-qwen2": [32, 66, 47, 64]}
 Case = dict[str, Any]
 
 
@@ -136,6 +141,44 @@ def test_sampling_and_rules(engine: tuple[str, Any]) -> None:
         token_ids(together[0]), together[0].outputs[0].logprobs, strict=True
     ):
         assert token in scored
+
+
+def test_sampled_texts_are_distributed_as_the_reference_samples(
+    engine: tuple[str, Any],
+) -> None:
+    """Of 64 texts of three tokens of four: two tokens in one forward, one in the next."""
+    model, llm = engine
+    prompt, allowed, count = a_prompt(9, 2), LIKELY[model], 1200
+    # Penalties of distance are larger than any entropy, so the threshold chooses the first two.
+    window = {"dllm_window": 3, "dllm_position_penalty": 100.0}
+    window["dllm_entropy_threshold"] = 150.0
+    hot = {"temperature": 2.0, "top_p": 0.95, "allowed_token_ids": allowed}
+    wishes = [params(3, seed=i, **hot, **window) for i in range(count)]
+    outputs = generate(llm, [prompt] * count, wishes)
+    plain = PlainModel.load(CHECKPOINTS / f"tiny-{model}")
+    first = [_shares(plain, prompt, masks, allowed) for masks in (1, 2)]
+    shares = {}
+    for text in itertools.product(range(4), repeat=3):
+        known = prompt + [allowed[i] for i in text[:2]]
+        last = _shares(plain, known, 1, allowed)
+        one, two, three = text
+        share = first[0][one] * first[1][two] * last[three]
+        shares[tuple(allowed[i] for i in text)] = float(share)
+    check_frequencies([tuple(token_ids(output)) for output in outputs], shares)
+
+
+def _shares(
+    plain: PlainModel, known: list[int], masks: int, allowed: list[int]
+) -> torch.Tensor:
+    """Return the probabilities of allowed tokens at the last of some masks after a text.
+
+    Top-p comes before temperature, as in the authors' sampler.
+    """
+    tokens = known + [plain.mask_id] * masks
+    row = plain.predictions(tokens, list(range(len(tokens))))[-1, allowed]
+    probs, order = row.softmax(-1).sort(descending=True)
+    gone = order[probs.cumsum(0) - probs >= 0.95]
+    return (row / 2.0).index_fill(0, gone, float("-inf")).softmax(-1)
 
 
 REFUSED = [
