@@ -133,15 +133,8 @@ class Loop:
             req_states=self.req_states,
             sampling_states=SamplingStates(slots, self.vocab),
         )
-        size = StepSize(
-            rows=4096,
-            slots=slots,
-            positions=self.canvas_length,
-            vocab=self.vocab,
-            shard=self.vocab,
-            logit_bytes=4,
-            logprobs=self.vocab,
-        )
+        vocab = self.vocab
+        size = StepSize(4096, slots, self.canvas_length, vocab, vocab, 4, vocab)
         self.sampler = DiffusionSampler(
             owner, self.states, self.model_config, size, shard=self.shard
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
-from dllm_plugin.decoding.families import FULL_ATTENTION, STRATEGY_NAMES
+from dllm_plugin.decoding.families import FULL_ATTENTION, sees_both_sides
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
     args.strategy = args.strategy or STRATEGY
     parts = parts_of_text(args.text)
-    if args.strategy in {*STRATEGY_NAMES} - {*FULL_ATTENTION}:
+    if not sees_both_sides(args.strategy):
         raise ValueError(
             f"a gap needs full attention: under strategy {args.strategy!r} a block never sees "
-            f"what stands behind it; use --strategy {' or '.join(FULL_ATTENTION)}"
+            f"what comes after it; use --strategy {' or '.join(FULL_ATTENTION)}"
         )
     options = engine_options(args)
     from dllm_plugin.config.decode import get_decode_config

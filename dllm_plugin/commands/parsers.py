@@ -1,6 +1,7 @@
 """Parse the command line of ``diffuplug`` and call the command's module. No heavy imports."""
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -159,7 +160,8 @@ def _failed(error: Exception, status: int, ends: bool) -> int:
     """Print one sentence; if the process ends with it, end engines, too."""
     print(f"diffuplug: error: {one_sentence(error)}", file=sys.stderr)
     if ends and "vllm" in sys.modules:
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
         # Python would take them apart in seconds, and print 40 lines about what leaked.
         interrupts.end_now(status)
     return status

@@ -3,8 +3,8 @@
 Whatever keeps the server from starting becomes one sentence. When it accepts connections, a
 line says where. When it is asked to end, running streams may go on for a while; those that are
 cut get an error with a sentence. After a Ctrl-C that takes 3 s at most, and a second one ends
-the server at once. If its engine or their coordinator dies, the server ends with status 1, so
-that a supervisor starts it again.
+the server at once. If its engine, or the coordinator of several, dies, the server ends with
+status 1, so that a supervisor starts it again.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import CONFIG_MAPPING
-from vllm import ModelRegistry, exceptions
+from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
 from vllm.reasoning import ReasoningParserManager
@@ -244,7 +245,7 @@ class Lifecycle:
             running.cancel()
             await asyncio.wait((running,))
         except RuntimeError as error:  # a refusal after the first event
-            if not isinstance(error.__cause__, exceptions.VLLMValidationError):
+            if not isinstance(error.__cause__, VLLMValidationError):
                 raise
             why = str(error.__cause__)
         finally:

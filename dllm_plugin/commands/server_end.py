@@ -97,11 +97,14 @@ class End:
         Engines of a mixture would wait for each other; several servers watch it themselves.
         """
         children = multiprocessing.active_children()
-        for coordinator in children:
-            if coordinator.name == COORDINATOR:
-                while coordinator.is_alive():
-                    await asyncio.sleep(POLL_SECONDS)
-                self.coordinator_died = not self.is_asked_for()
+        coordinators = [child for child in children if child.name == COORDINATOR]
+        if not (coordinators and self.has_our_model()):
+            return
+        while coordinators[0].is_alive():
+            await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)  # a signal to all processes comes here too
+        ends = self.interrupted or self.is_asked_for()
+        self.coordinator_died = not (ends or self.state.engine_client.errored)
         if self.coordinator_died:
             self.cut()
             os.kill(os.getpid(), signal.SIGTERM)

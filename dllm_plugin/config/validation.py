@@ -20,6 +20,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= ECHOED else text[: ECHOED - 3] + "..."
 
 
+# Names known before torch is imported; the table of methods may have more.
+NAMES = {
+    "strategy": ("auto", *STRATEGY_NAMES),
+    "policy": ("auto", *POLICY_NAMES),
+}
+
+
 def did_you_mean(
     word: Any, known: Iterable[str], prefix: str = "", cutoff: float = 0.6
 ) -> str:
@@ -43,12 +50,14 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Accept one of several words, which `known` returns."""
+    """Accept one of several words; `known` returns them, since some are in modules with torch."""
 
     known: Callable[[], tuple[str, ...]]
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is one of the words."""
+        if isinstance(value, str) and value in NAMES.get(name, ()):
+            return
         choices = self.known()
         if isinstance(value, str) and value in choices:
             return
@@ -63,13 +72,17 @@ class Choice:
 
 
 def strategy_choices() -> tuple[str, ...]:
-    """Return the names of all strategies, and `auto`; the table of methods would import torch."""
-    return ("auto", *STRATEGY_NAMES)
+    """Return the names of all strategies, and `auto`."""
+    from dllm_plugin.decoding.methods import STRATEGIES
+
+    return ("auto", *STRATEGIES)
 
 
 def policy_choices() -> tuple[str, ...]:
     """Return the names of all policies, and `auto`."""
-    return ("auto", *POLICY_NAMES)
+    from dllm_plugin.decoding.methods import POLICIES
+
+    return ("auto", *POLICIES)
 
 
 @dataclass(frozen=True)

@@ -216,3 +216,8 @@ POLICY_NAMES = (
 FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 # Strategies for which the bundled model takes its adapter.
 ADAPTED_STRATEGIES = (D2F,)
+
+
+def sees_both_sides(strategy: str) -> bool:
+    """Return whether a gap sees what comes after it; also for names that are not known here."""
+    return strategy in FULL_ATTENTION or strategy not in STRATEGY_NAMES

@@ -211,6 +211,8 @@ def test_doctor_computes_what_the_engine_reserves(llm: Any) -> None:
     vllm_config, sampler = llm.llm_engine.vllm_config, sampler_of(llm)
     size = step_size(vllm_config, get_decode_config(vllm_config))
     assert sampler.size == size
+    assert (size.slots, size.positions) == sampler.states.canvas_NC.shape
+    assert size.logit_bytes == vllm_config.model_config.dtype.itemsize
     with Reserved() as reserved:
         sampler._reserve_peak()
     assert reserved.num_bytes == reserved_bytes(size) > size.rows * size.vocab * 4

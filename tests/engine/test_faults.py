@@ -168,6 +168,8 @@ def test_one_of_two_is_killed(
     """A rank, the first stage of a pipeline, a replica, and what replicas are told by."""
     with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
         killed(server, name, texts)
+        died = "coordinator of the engines" if name == COORDINATOR else "engine"
+        assert f"diffuplug: the {died} has died" in server.log.read_text()
 
 
 def connect(server: Server, body: dict[str, Any]) -> socket.socket:
