@@ -122,7 +122,7 @@ def packed(weight_NK: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
     grouped = weight_NK.view(outputs, -1, GROUP)
     scale = grouped.abs().amax(2, keepdim=True).clamp_min(1e-6) / 7
     stored = ((grouped / scale).round().clamp(-8, 7) + 8).view(outputs, inputs).int()
-    scale = scale[:, :, 0].to(DTYPE)
+    scale = scale[:, :, 0].to(torch.bfloat16)
     if form == "pack-quantized":
         shape = torch.tensor([outputs, inputs])
         words = in_words(stored)

@@ -18,6 +18,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm_plugin.attention.cascade import cascade_from
 from dllm_plugin.attention.flash import SegmentFlashBackend, SegmentFlashBuilder
+from dllm_plugin.attention.kv_groups import KVGroups
 from dllm_plugin.attention.sequences import AttentionSequences
 
 SPEC = FullAttentionSpec(
@@ -95,7 +96,8 @@ def test_floating_canvases_in_a_cascade(checkpoints: Path) -> None:
         tables = (torch.arange(4 * padded, dtype=torch.int32).view(padded, 4),)
         mode = CUDAGraphMode.FULL if full else CUDAGraphMode.NONE
         slots = torch.zeros(1, padded * width).long()
-        step = (batch, mode, tables, slots, [[group]], cache, False)
+        groups = KVGroups(64, batch.positions, tables, slots, [[group]], cache)
+        step = (batch, groups, mode, False)
         plain = AttentionSequences(loop.states, 4, 64).build(*step)["x"]
         cascade = both.build(*step)["x"]
         suffix = cascade.canvas_suffix
@@ -118,12 +120,7 @@ def test_floating_canvases_in_a_cascade(checkpoints: Path) -> None:
     single = loop.batch(runs[:1], [4], [])
     mixed = loop.batch(runs[:2], [4, 6], [])
     for batch in (single, mixed):
-        step = (
-            batch,
-            CUDAGraphMode.NONE,
-            tables,
-            torch.zeros(1, 10).long(),
-            [[group]],
-            cache,
-        )
+        slots = torch.zeros(1, 10).long()
+        groups = KVGroups(64, batch.positions, tables, slots, [[group]], cache)
+        step = (batch, groups, CUDAGraphMode.NONE)
         assert both.build(*step, False)["x"].canvas_suffix is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import DTYPE, FORMATS, pack
+from quantised import FORMATS, pack
 
 from dllm_plugin.models.checkpoints.layouts import Packing
 from dllm_plugin.models.checkpoints.weights import CheckedWeights, Manifest
@@ -146,9 +146,9 @@ def test_checkpoints_of_four_bits_load(
     load_model: Callable[..., Any],
 ) -> None:
     """vLLM runs these on CPUs as well; weights are rounded to 15 numbers per group."""
-    packed = load_model(pack(checkpoint(name), name, form), dtype=DTYPE)
-    plain = load_model(checkpoints / name, dtype=DTYPE)
-    rows = torch.randn(5, plain.config.hidden_size).to(DTYPE)
+    packed = load_model(pack(checkpoint(name), name, form), dtype=torch.bfloat16)
+    plain = load_model(checkpoints / name, dtype=torch.bfloat16)
+    rows = torch.randn(5, plain.config.hidden_size).to(torch.bfloat16)
     with torch.inference_mode():
         found = packed.model.layers[0].mlp(rows)
         wanted = plain.model.layers[0].mlp(rows)
