@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
-from dllm_plugin.decoding.families import FULL_ATTENTION, sees_both_sides
+from dllm_plugin.decoding.families import (
+    FULL_ATTENTION,
+    needs_full_attention,
+    sees_both_sides,
+)
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,
@@ -60,10 +64,8 @@ def run(args: argparse.Namespace) -> int:
     args.strategy = args.strategy or STRATEGY
     parts = parts_of_text(args.text)
     if not sees_both_sides(args.strategy):
-        raise ValueError(
-            f"a gap needs full attention: under strategy {args.strategy!r} a block never sees "
-            f"what comes after it; use --strategy {' or '.join(FULL_ATTENTION)}"
-        )
+        why = needs_full_attention("a gap", args.strategy)
+        raise ValueError(f"{why} Use --strategy {' or '.join(FULL_ATTENTION)}.")
     options = engine_options(args)
     from dllm_plugin.config.decode import get_decode_config
 

@@ -221,3 +221,9 @@ ADAPTED_STRATEGIES = (D2F,)
 def sees_both_sides(strategy: str) -> bool:
     """Return whether a gap sees what comes after it; also for names that are not known here."""
     return strategy in FULL_ATTENTION or strategy not in STRATEGY_NAMES
+
+
+def needs_full_attention(wanted: str, strategy: str) -> str:
+    """Return the sentence that refuses what is `wanted` under a strategy from block to block."""
+    why = f"under strategy {strategy!r} a block never sees what comes after it."
+    return f"{wanted} needs full attention: {why}"

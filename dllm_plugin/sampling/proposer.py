@@ -214,6 +214,7 @@ class Proposer:
         )
         if self.shard is None:
             return self.propose_rows(rows)
+        assert chunk.token_T is None, "automata are refused with shards"
         found_KTP = self.scan_rows(rows, self.shard.columns)
         partials_SKTP = self.shard.gather_partials(found_KTP)
         return self.merge_rows(partials_SKTP, want_ranking, num_rows)

@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
+from dllm_plugin.decoding.families import needs_full_attention
 from dllm_plugin.decoding.methods import methods_of
 
 from .arguments import TEMPLATE, RequestArguments
@@ -261,10 +262,8 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
     if config.method.full_attention:
         return ""
     choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
-    return (
-        f"{wanted} needs full attention: under strategy {config.strategy!r} a block never sees "
-        f"what stands behind it. Serve with strategy {choices}."
-    )
+    why = needs_full_attention(wanted, config.strategy)
+    return f"{why} Serve with strategy {choices}."
 
 
 def too_long(config: DecodeConfig, num_positions: int) -> str:

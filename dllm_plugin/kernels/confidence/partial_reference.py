@@ -29,8 +29,8 @@ NONE_ABOVE = -1e20  # below any logit by any temperature, and above LOWEST by an
 def scan_rows(rows: reference.Reading, columns: reference.Columns) -> Tensor:
     """Compute one partial of each row, float64 ``[K, T, 1]``, from the columns that are here.
 
-    Tokens that were chosen before and logits that were tempered before are not read so; the bias
-    table is that of the whole vocabulary.
+    The bias table is that of the whole vocabulary. `divide` and `token_T` need all columns, and
+    have their defaults here.
     """
     slot_T = rows.slot_T
     mask_id = rows.mask_id
