@@ -8,17 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LARGEST = {"int": 127.0, "float": 448.0}
-HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-dream": "lm_head"}
+HEAD = {"tiny-llada": "model.transformer.ff_out", "tiny-nemotron": "diffusion_head"}
 SKIPPED = (
-    *(
-        "model.transformer.ff_out",
-        "model.transformer.wte",
-        "lm_head",
-        "model.embed_tokens",
-    ),
-    "model.word_embeddings",
+    *("model.transformer.ff_out", "model.transformer.wte"),
+    *("lm_head", "model.embed_tokens", "model.word_embeddings"),
+    *("diffusion_head", "encoder.embed_tokens"),
 )
-MIXTURES = ("tiny-sdar-moe", "tiny-llada2.0", "tiny-llada2.1")
+MIXTURES = (
+    *("tiny-sdar-moe", "tiny-llada-moe", "tiny-rnd1"),
+    *("tiny-llada2.0", "tiny-llada2.1", "tiny-llada2.2"),
+)
 
 # vLLM's int8 kernel for CPUs with AMX takes no float32; those of other CPUs are exact with it.
 DTYPE = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
@@ -33,7 +32,8 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
         # vLLM has no quantised experts on the CPU; on GPUs they are its own affair.
         left_out = module in SKIPPED or (name in MIXTURES and ".mlp." in module)
         if weight.ndim == 2 and not left_out:
-            scale = weight.float().abs().amax(1, keepdim=True) / LARGEST[kind]
+            largest = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6)
+            scale = largest / LARGEST[kind]
             scaled = weight.float() / scale
             integer = kind == "int"
             stored = (

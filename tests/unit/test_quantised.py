@@ -1,5 +1,7 @@
 """Quantised checkpoints (compressed-tensors W8A8, which vLLM runs on the CPU as well)."""
 
+import itertools
+
 import pytest
 import torch
 from forwards import forward
@@ -8,9 +10,14 @@ from quantised import DTYPE, MIXTURES, quantise
 from diffuplug_bench.step import engine_gemms, floor
 
 BOTH = pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
-ALL = pytest.mark.parametrize(
-    "name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-fast-dllm-v2"]
-)
+# Each format of two families, and one of the others.
+DENSE = [
+    *[("tiny-llada", kind) for kind in ("int", "float")],
+    *[("tiny-nemotron", kind) for kind in ("int", "float")],
+    *[(f"tiny-{name}", "int") for name in ("dream", "sdar", "a2d-qwen3", "idlm")],
+    *[(f"tiny-{name}", "float") for name in ("fast-dllm-v2", "stable-diffcoder")],
+    *[("tiny-wedlm", "int"), ("tiny-wedlm-qwen2", "float")],
+]
 KINDS = pytest.mark.parametrize("kind", ["int", "float"])
 LLADA2_ATTENTION = ("attention.query_key_value", "attention.dense")
 
@@ -33,8 +40,7 @@ def assert_nearly_equal(ours, theirs, paths: tuple[str, ...]) -> None:
                 assert (found - wanted).norm() / wanted.norm() < 0.1, path
 
 
-@ALL
-@KINDS
+@pytest.mark.parametrize(("name", "kind"), DENSE)
 def test_quantised_checkpoint_computes_nearly_the_same(
     name, kind, checkpoint, load_model, checkpoints
 ):
@@ -65,8 +71,9 @@ def test_floor_times_the_layers_of_the_engine(
     assert work == 2 * 3 * layer.input_size * layer.output_size
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@KINDS
+@pytest.mark.parametrize(
+    ("name", "kind"), [*zip(MIXTURES, itertools.cycle(["int", "float"]))]
+)
 def test_quantised_attention_beside_plain_experts(
     name, kind, checkpoint, load_model, checkpoints
 ):
@@ -74,7 +81,8 @@ def test_quantised_attention_beside_plain_experts(
     quantised = load_model(quantise(checkpoint(name), name, kind), dtype=DTYPE)
     plain = load_model(checkpoints / name, dtype=DTYPE)
     ours = ("self_attn.qkv_proj", "self_attn.o_proj")
-    assert_nearly_equal(quantised, plain, ours if "sdar" in name else LLADA2_ATTENTION)
+    ours = LLADA2_ATTENTION if "llada2" in name else ours
+    assert_nearly_equal(quantised, plain, ours)
     found, wanted = (forward(model, [5, 6, 7, 8], [4]) for model in (quantised, plain))
     assert found.isfinite().all() and not torch.equal(found, wanted)
 
