@@ -9,8 +9,8 @@ from typing import Any
 from dllm_plugin.config.options import OPTIONS, Option, Options
 from dllm_plugin.config.request.arguments import ARGUMENTS, RequestArguments
 from dllm_plugin.config.validation import Choice, Flag, WholeNumber, WholeNumbers
-from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.decoding.methods import METHODS, STRATEGIES
+from dllm_plugin.decoding.families import FAMILIES, STRATEGY_NAMES
+from dllm_plugin.decoding.methods import METHODS
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 # Arguments that have a field of their own over HTTP.
@@ -100,7 +100,7 @@ def page() -> str:
 def _by_strategy() -> str:
     """Return a line for each strategy with the arguments that it reads."""
     text = ""
-    for strategy in STRATEGIES:
+    for strategy in STRATEGY_NAMES:
         read = []
         for name, known in ARGUMENTS.items():
             words = _readers(name, known)
@@ -116,7 +116,7 @@ def _example(known: Option) -> str:
     if isinstance(check, Flag):
         return "1"
     if isinstance(check, Choice):
-        return f'"{check.known()[-1]}"'
+        return f'"{check.known[-1]}"'
     if isinstance(check, WholeNumbers):
         return "[-1, -1, 13]" if check.low == -1 else "[16, 8]"
     if isinstance(check, WholeNumber):
@@ -146,7 +146,7 @@ def _readers(name: str, known: Option) -> str:
     if known.needs == "floats":
         return "`d2f`, `block_diffusion`, both with `adaptive`"
     strategies = []
-    for strategy in STRATEGIES:
+    for strategy in STRATEGY_NAMES:
         families = [f for (s, f) in METHODS if s == strategy]
         reading = [f for f in families if _reads(name, known, strategy, f)]
         if reading == families:
@@ -156,7 +156,7 @@ def _readers(name: str, known: Option) -> str:
             strategies.append(f"`{strategy}` ({named})")
     policies = _policies(name)
     words = ", ".join(strategies)
-    if not words or len(strategies) == len(STRATEGIES) and "(" not in words:
+    if not words or len(strategies) == len(STRATEGY_NAMES) and "(" not in words:
         words = "all"
     return f"{words}; policies {policies}" if policies else words
 

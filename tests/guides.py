@@ -16,13 +16,18 @@ EXAMPLES = {
         "sampling/features/max_unmasked.py",
         "sampling/features/ordered.py",
     },
-    ("add-a-policy.md", "With the numbers that there are"): {"decoding/policies.py"},
+    ("add-a-policy.md", "With the numbers that there are"): {
+        "decoding/families.py",
+        "decoding/policies.py",
+    },
     ("add-a-policy.md", "With a number of its own"): {
         "config/options.py",
+        "decoding/families.py",
         "decoding/policies.py",
         "state/request_table.py",
     },
     ("add-a-strategy.md", "The diff"): {
+        "decoding/families.py",
         "decoding/full_attention.py",
         "decoding/methods.py",
     },

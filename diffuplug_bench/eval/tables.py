@@ -60,13 +60,14 @@ def run(arguments: Sequence[str]) -> int:
         args.model = resolve(args.model)
     else:
         spin_briefly()
+    of_any_model = args.schedule is not None or args.questions is not None
+    options = engine_options(args) if of_any_model else {}
     # After the checks, for these load torch.
     from diffuplug_bench.eval import every_policy, refreshes, schedules, scores
 
-    if args.schedule is not None or args.questions is not None:
+    if of_any_model:
         widths = schedules.read_widths(args.schedule)
         questions = schedules.read_questions(args.questions, args.limit)
-        options = engine_options(args)
         if args.head_quantization is not None:
             dllm = options["additional_config"]["dllm"]
             dllm["head_quantization"] = args.head_quantization

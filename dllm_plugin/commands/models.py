@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
-from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.families import FAMILIES, check_strategy
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
@@ -178,12 +178,13 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     architecture = str(architecture_of(read_config(model)))
     if architecture not in FAMILIES:
         return
+    family = FAMILIES[architecture]
+    strategy = options.get("strategy", "auto")
+    check_strategy(strategy, family)
     from dllm_plugin.config.adaptive import check_adaptive
     from dllm_plugin.config.request.arguments import refuse_unread
     from dllm_plugin.decoding.methods import check_policy, choose_method
 
-    family = FAMILIES[architecture]
-    strategy = options.get("strategy", "auto")
     method, _ = choose_method(strategy, family, bool(options.get("lora_path")))
     if options.get("adaptive", "off") != "off":
         check_adaptive(Options.from_user(options), method, family, "threshold")

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from dllm_plugin.config.options import OPTIONS, Options
 from dllm_plugin.config.validation import (
-    NAMES,
     Choice,
     Flag,
     Text,
@@ -99,9 +98,8 @@ def add_flags(parser: Any, names: Iterable[str] = OPTIONS) -> None:
             kind["metavar"] = "X"
         else:  # the check refuses wrong values
             kind |= {"metavar": "X", "type": json_or_text}
-        # Without loading the table of methods.
-        values = ", ".join(NAMES[name]) if name in NAMES else check.limits()
-        words = f"{OPTIONS[name].doc.rstrip('.')} ({values})".replace("`", "")
+        doc = OPTIONS[name].doc.rstrip(".")
+        words = f"{doc} ({check.limits()})".replace("`", "")
         parser.add_argument(flag_of(name), default=None, help=words, **kind)
 
 

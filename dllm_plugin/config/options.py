@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
+
 from .validation import (
     Check,
     Choice,
@@ -19,9 +21,7 @@ from .validation import (
     Text,
     WholeNumber,
     did_you_mean,
-    policy_choices,
     shown,
-    strategy_choices,
 )
 
 KV_CACHE_LAYOUTS = ("auto", "unified", "distinct")
@@ -187,7 +187,7 @@ class Options(Numbers):
 
     policy: str = option(
         "auto",
-        Choice(policy_choices),
+        Choice(("auto", *POLICY_NAMES)),
         "Which masked positions take their proposal.",
         request=True,
     )
@@ -236,7 +236,7 @@ class Options(Numbers):
     )
     strategy: str = option(
         "auto",
-        Choice(strategy_choices),
+        Choice(("auto", *STRATEGY_NAMES)),
         "What a step computes, and when blocks commit.",
     )
     canvas_length: int | None = option(
@@ -248,7 +248,7 @@ class Options(Numbers):
     )
     adaptive: str = option(
         "off",
-        Choice(lambda: ADAPTIVE),
+        Choice(ADAPTIVE),
         "Block-causal strategies: choose by load how many positions a step computes.",
     )
     min_window: int | None = option(
@@ -265,7 +265,7 @@ class Options(Numbers):
     )
     kv_cache_layout: str = option(
         "auto",
-        Choice(lambda: KV_CACHE_LAYOUTS),
+        Choice(KV_CACHE_LAYOUTS),
         "Order of keys and values inside a page; `auto` is `unified`, vLLM's own.",
     )
     lora_path: str | None = option(
@@ -282,7 +282,7 @@ class Options(Numbers):
     )
     head_quantization: str = option(
         "none",
-        Choice(lambda: HEAD_QUANTIZATIONS),
+        Choice(HEAD_QUANTIZATIONS),
         "GPUs: store the LM head in 8 bits, with a scale per row; activations are scaled per row "
         "too.",
     )

@@ -3,12 +3,10 @@
 Every check also writes its limits in words, for the tables of docs/options.md.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
-
-from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
 
 # Characters of a value that errors and logs repeat; a request may send megabytes.
 ECHOED = 80
@@ -18,13 +16,6 @@ def shown(value: Any) -> str:
     """Return the repr of a value, cut to `ECHOED` characters."""
     text = repr(value)
     return text if len(text) <= ECHOED else text[: ECHOED - 3] + "..."
-
-
-# Names known before torch is imported; the table of methods may have more.
-NAMES = {
-    "strategy": ("auto", *STRATEGY_NAMES),
-    "policy": ("auto", *POLICY_NAMES),
-}
 
 
 def did_you_mean(
@@ -50,39 +41,22 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """Accept one of several words; `known` returns them, since some are in modules with torch."""
+    """Accept one of several words."""
 
-    known: Callable[[], tuple[str, ...]]
+    known: tuple[str, ...]
 
     def __call__(self, name: str, value: Any) -> None:
         """Raise ValueError unless `value` is one of the words."""
-        if isinstance(value, str) and value in NAMES.get(name, ()):
-            return
-        choices = self.known()
-        if isinstance(value, str) and value in choices:
+        if isinstance(value, str) and value in self.known:
             return
         raise ValueError(
             f"{name} {shown(value)} is unknown; choose one of: "
-            f"{', '.join(choices)}{did_you_mean(value, choices)}."
+            f"{', '.join(self.known)}{did_you_mean(value, self.known)}."
         )
 
     def limits(self) -> str:
         """Return the words."""
-        return ", ".join(f"`{word}`" for word in self.known())
-
-
-def strategy_choices() -> tuple[str, ...]:
-    """Return the names of all strategies, and `auto`."""
-    from dllm_plugin.decoding.methods import STRATEGIES
-
-    return ("auto", *STRATEGIES)
-
-
-def policy_choices() -> tuple[str, ...]:
-    """Return the names of all policies, and `auto`."""
-    from dllm_plugin.decoding.methods import POLICIES
-
-    return ("auto", *POLICIES)
+        return ", ".join(f"`{word}`" for word in self.known)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Describe the model families: facts that every folder may read.
 
-Name the strategies and policies: for whatever must not import torch, such as the command line.
+Name strategies and policies, and say what decodes what: the command line must not import torch.
 """
 
 from dataclasses import dataclass, replace
@@ -192,16 +192,21 @@ PREFIX_CACHE = "prefix_cache"
 DUAL_CACHE = "dual_cache"
 INTROSPECTIVE = "introspective"
 CAUSAL_WINDOW = "causal_window"
-STRATEGY_NAMES = (
-    D2F,
-    BLOCK_DIFFUSION,
-    SELF_SPECULATION,
-    INTROSPECTIVE,
-    CAUSAL_WINDOW,
-    SEMI_AUTOREGRESSIVE,
-    PREFIX_CACHE,
-    DUAL_CACHE,
-)
+# Strategy -> families that it decodes; the table of methods has a row for each.
+TAKEN_BY = {
+    D2F: ("llada", "dream"),
+    BLOCK_DIFFUSION: (
+        *("llada", "dream", "sdar", "llada2", "llada22", "dream_reasoner"),
+        *("stable_diffcoder", "a2d", "nemotron", "fast_dllm_v2"),
+    ),
+    SELF_SPECULATION: ("nemotron",),
+    INTROSPECTIVE: ("idlm",),
+    CAUSAL_WINDOW: ("wedlm",),
+    SEMI_AUTOREGRESSIVE: ("llada", "dream", "a2d", "rnd1"),
+    PREFIX_CACHE: ("llada", "dream"),
+    DUAL_CACHE: ("llada", "dream"),
+}
+STRATEGY_NAMES = tuple(TAKEN_BY)
 POLICY_NAMES = (
     "threshold",
     "factor",
@@ -216,6 +221,17 @@ POLICY_NAMES = (
 FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 # Strategies for which the bundled model takes its adapter.
 ADAPTED_STRATEGIES = (D2F,)
+
+
+def check_strategy(strategy: str, family: Family) -> None:
+    """Raise ValueError unless a strategy, or `auto`, decodes a family."""
+    known = [name for name in TAKEN_BY if family.name in TAKEN_BY[name]]
+    if strategy not in ("auto", *known):
+        causal = ", which attend causally from block to block"
+        raise ValueError(
+            f"strategy {strategy!r} does not fit {family.name} models"
+            f"{causal if family.absolute_grid else ''}; choose one of: {', '.join(known)}."
+        )
 
 
 def sees_both_sides(strategy: str) -> bool:

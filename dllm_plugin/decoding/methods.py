@@ -45,6 +45,7 @@ from .families import (
     SELF_SPECULATION,
     SEMI_AUTOREGRESSIVE,
     Family,
+    check_strategy,
 )
 from .floating import plan_floating
 from .full_attention import (
@@ -307,8 +308,6 @@ METHODS: dict[tuple[str, str], Method] = {
     (DUAL_CACHE, "llada"): dual_cache,
     (DUAL_CACHE, "dream"): shifted(dual_cache),
 }
-STRATEGIES = tuple(dict.fromkeys(strategy for strategy, _ in METHODS))
-POLICIES = policies.POLICY_NAMES
 
 
 def methods_of(family: Family) -> dict[str, Method]:
@@ -325,12 +324,7 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
     known = methods_of(family)
     if strategy in known:
         return known[strategy], f"strategy {strategy!r} was asked for"
-    if strategy != "auto":
-        causal = ", which attend causally from block to block"
-        raise ValueError(
-            f"strategy {strategy!r} does not fit {family.name} models"
-            f"{causal if family.absolute_grid else ''}; choose one of: {', '.join(known)}."
-        )
+    check_strategy(strategy, family)
     if family.absolute_grid:
         why = f"{family.name} models are trained block by block"
         return known[BLOCK_DIFFUSION], why

@@ -388,7 +388,6 @@ DREAM_LOOP: Table = OF_LEFT_IN_TIME | {
 }
 RND1_LOOP: Table = {"entropy": Policy(kept_schedule, "entropy", OF_ENTROPIES)}
 TABLES = (PROMPT_BLOCKS, DREAM_LOOP, GRID_BLOCKS, EDITED_BLOCKS, D2F, OF_LEFT)
-POLICY_NAMES = tuple(dict.fromkeys(name for table in TABLES for name in table))
 RANKED_BY = {
     name: policy.ranks_by for table in TABLES for name, policy in table.items()
 }

@@ -13,8 +13,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from dllm_plugin.config.decode import DecodeConfig, layout_of
 from dllm_plugin.config.options import COLUMNS, FILL
 from dllm_plugin.config.request.arguments import RequestArguments, Template
+from dllm_plugin.decoding.families import POLICY_NAMES
 from dllm_plugin.decoding.full_attention import NO_LIMIT, NO_TEMPLATE, Layout
-from dllm_plugin.decoding.policies import POLICY_NAMES, PolicySettings
+from dllm_plugin.decoding.policies import PolicySettings
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -12,7 +12,8 @@ from browsers import USED, Viewer, chromium, viewers
 from PIL import Image
 from processes import Server
 
-from dllm_plugin.decoding.methods import METHODS, STRATEGIES
+from dllm_plugin.decoding.families import STRATEGY_NAMES
+from dllm_plugin.decoding.methods import METHODS
 
 __all__ = ["chromium"]
 pytestmark = pytest.mark.slow
@@ -179,7 +180,7 @@ def test_the_page_names_what_it_shows(viewer: Viewer) -> None:
     assert page.inner_text(".name") == "DiffuPlug"
     assert page.get_attribute(".name", "href") == "./"
     assert page.inner_text("#served-model") == "tiny"
-    assert page.inner_text("#served-strategy") in STRATEGIES
+    assert page.inner_text("#served-strategy") in STRATEGY_NAMES
     for mode in ("ask", "chat", "gaps"):
         viewer.mode(mode)
         for details in page.locator("details").all():

@@ -22,12 +22,15 @@ from dllm_plugin.commands.offline import (
 )
 from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import OPTIONS
-from dllm_plugin.config.validation import NAMES, Flag
-from dllm_plugin.decoding.families import FULL_ATTENTION, LLADA
+from dllm_plugin.config.validation import Flag
+from dllm_plugin.decoding.families import (
+    FULL_ATTENTION,
+    LLADA,
+    POLICY_NAMES,
+    TAKEN_BY,
+)
 from dllm_plugin.decoding.methods import (
     METHODS,
-    POLICIES,
-    STRATEGIES,
     choose_method,
     methods_of,
 )
@@ -242,7 +245,11 @@ def test_bundled_model_by_a_strategy(strategy: str) -> None:
 
 
 def test_names_that_are_known_without_torch() -> None:
-    assert {"strategy": ("auto", *STRATEGIES), "policy": ("auto", *POLICIES)} == NAMES
+    """They are those of the table of methods, strategy by strategy."""
+    taken = {(name, family) for name in TAKEN_BY for family in TAKEN_BY[name]}
+    assert taken == set(METHODS)
+    rows = METHODS.values()
+    assert {name for row in rows for name in row.policies} == set(POLICY_NAMES)
     full = {name for (name, _), method in METHODS.items() if method.full_attention}
     assert full == set(FULL_ATTENTION)
 
@@ -252,6 +259,13 @@ def test_names_that_are_known_without_torch() -> None:
     [
         (["infill", "no gap"], "text has no gap"),
         (["infill", "--strategy", "d2f", "[MASK:3]"], "or dual_cache"),
+        (["serve", "--strategy", "dualcache"], "did you mean dual_cache?"),
+        (["watch", "--policy", "treshold", "x"], "did you mean threshold?"),
+        (["eval", "--schedule", "8", "--policy", "x"], "policy 'x' is unknown"),
+        (["serve", "--strategy", "introspective"], "does not fit llada models"),
+        (["generate", "--strategy", "causal_window", "x"], "does not fit"),
+        (["verify", "--strategy", "self_speculation"], "does not fit"),
+        (["bench", "host", "--strategy", "introspective"], "does not fit"),
     ],
 )
 def test_wrong_words_are_refused_without_torch(

@@ -9,15 +9,16 @@ from refusals import DREAM, LLADA, MASK, refusal, request_refusal, resolved
 import dllm_plugin
 from dllm_plugin.config.options import (
     KV_CACHE_LAYOUTS,
+    OPTIONS,
     REQUEST_PREFIX,
     Options,
 )
 from dllm_plugin.config.request.arguments import ARGUMENTS
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import check_options_read, resolve
-from dllm_plugin.config.validation import policy_choices, strategy_choices
-from dllm_plugin.decoding.families import FAMILIES
-from dllm_plugin.decoding.methods import POLICIES, methods_of
+from dllm_plugin.config.validation import Choice
+from dllm_plugin.decoding.families import FAMILIES, POLICY_NAMES
+from dllm_plugin.decoding.methods import methods_of
 
 FIELDS = [
     "adaptive",
@@ -108,13 +109,17 @@ def test_public_surface_is_frozen() -> None:
     """Change these lists on purpose, with the changelog."""
     assert sorted(f.name for f in dataclasses.fields(Options)) == FIELDS
     assert dllm_plugin.__all__ == ["__version__", "register"]
-    assert " ".join(strategy_choices()) == (
-        "auto d2f block_diffusion self_speculation introspective causal_window "
-        "semi_autoregressive prefix_cache dual_cache"
+    assert OPTIONS["strategy"].check == Choice(
+        (
+            *("auto", "d2f", "block_diffusion", "self_speculation", "introspective"),
+            *("causal_window", "semi_autoregressive", "prefix_cache", "dual_cache"),
+        )
     )
-    assert " ".join(policy_choices()) == (
-        "auto threshold factor low_confidence entropy topk_margin random origin sequential "
-        "joint_threshold"
+    assert OPTIONS["policy"].check == Choice(
+        (
+            *("auto", "threshold", "factor", "low_confidence", "entropy"),
+            *("topk_margin", "random", "origin", "sequential", "joint_threshold"),
+        )
     )
     assert KV_CACHE_LAYOUTS == ("auto", "unified", "distinct")
     assert sorted(REQUEST_PREFIX + name for name in ARGUMENTS) == REQUEST_ARGUMENTS
@@ -169,7 +174,7 @@ def test_choices() -> None:
             )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("strategy", methods_of(FAMILIES[LLADA]))
 @pytest.mark.parametrize("architecture", [LLADA, DREAM])
 def test_every_strategy_with_every_policy(

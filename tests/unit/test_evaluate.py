@@ -15,7 +15,7 @@ from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.decoding.methods import POLICIES
+from dllm_plugin.decoding.families import POLICY_NAMES
 
 STRATEGIES = tuple(every_policy.METHODS)  # of the bundled model
 WAYS = [way for strategy in STRATEGIES for way in every_policy.ways(strategy)]
@@ -41,7 +41,7 @@ def accepted(strategy: str, policy: str, **request: Any) -> bool:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_policy_that_fits_is_decoded(strategy: str) -> None:
     decoded = {way.policy for way in WAYS if way.strategy == strategy}
-    assert decoded == {p for p in POLICIES if accepted(strategy, p)}
+    assert decoded == {p for p in POLICY_NAMES if accepted(strategy, p)}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

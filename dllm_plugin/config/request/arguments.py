@@ -165,7 +165,7 @@ class RequestArguments(Numbers):
     )
     grammar: str = argument(
         AUTO,
-        Choice(lambda: GRAMMAR_MODES),
+        Choice(GRAMMAR_MODES),
         "How structured output is decoded: by checked drafts or by an automaton.",
     )
     statistics: int = argument(
