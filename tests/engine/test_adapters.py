@@ -9,7 +9,10 @@ import pytest
 import torch
 from engines import CHECKPOINTS, EngineRoom, letters, params, token_ids
 from safetensors.torch import load_file, save_file
+from test_watched import check_frames
+from test_weight_updates import TRANSFER, halves, send
 from trained_adapters import merged, write_adapter
+from trained_weights import trained
 
 from dllm_plugin.commands.verify.second_opinion import Job, decode_job
 from dllm_plugin.config.decode import get_decode_config
@@ -92,19 +95,25 @@ VERIFYING: dict[str, dict[str, Any]] = {
 def test_adapters_of_causal_families(
     name: str, room: EngineRoom, tmp_path: Path
 ) -> None:
-    """The answer of the plain model with the adapter merged, beside one without."""
+    """The answer of the plain model with the adapter merged, beside one without.
+
+    Then canvases are watched, and new weights come in place.
+    """
     folder, dllm = CHECKPOINTS / f"tiny-{name}", VERIFYING[name]
     adapter = write_adapter(
         tmp_path / "adapter", folder, ["q_proj", "o_proj", "down_proj"]
     )
-    llm = room.start(name, dllm, **LORA)
+    llm = room.start(name, dllm, **LORA, **TRANSFER)
     config = get_decode_config(llm.llm_engine.vllm_config)
-    jobs = [Job(prompt, 20, config, set(), 160) for prompt in PROMPTS]
-    wanted = []
-    for chosen in ({}, {"adapter": adapter}):
-        model = PlainModel.load(folder, config.mask_token_id, **chosen)
-        for job in jobs:
-            wanted.append(decode_job(model, job, lambda step: None).tokens)
+
+    def plain(folder: Path, **chosen: Path) -> list[list[int]]:
+        model, found = PlainModel.load(folder, config.mask_token_id, **chosen), []
+        for prompt in PROMPTS:
+            job = Job(prompt, 20, config, set(), 160)
+            found.append(decode_job(model, job, lambda step: None).tokens)
+        return found
+
+    wanted = plain(folder) + plain(folder, adapter=adapter)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS * 2],
         params(20),
@@ -113,6 +122,11 @@ def test_adapters_of_causal_families(
     )
     assert [token_ids(output) for output in outputs] == wanted
     assert wanted[:3] != wanted[3:]
+    check_frames(llm)
+    new = trained(folder, tmp_path)
+    send(llm, new, *halves(new))
+    llm.reset_prefix_cache()
+    assert tokens(llm) == plain(new) != wanted[:3]
 
 
 def test_prefixes_of_adapters_are_not_shared(room: EngineRoom, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import test_targets
 import torch
 from engines import (
     CHECKPOINTS,
@@ -18,7 +19,10 @@ from engines import (
 )
 from made_checkpoints import MASK, make_a2d, parent_model
 from test_requests_refused import refused
+from test_watched import check_frames_and_early_text
+from test_weight_updates import TRANSFER, halves, send
 from trained_adapters import write_adapter
+from trained_weights import trained
 
 from dllm_plugin.commands.verify.second_opinion import Job, decode_job
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
@@ -53,7 +57,6 @@ ROWS = {
     ),
     "rnd1": Row("rnd1", {}, QWEN_ENDS, mask="", adapters=False),
     "stable-diffcoder": Row("stable-diffcoder", {}, (), "<[MASK_TOKEN]>"),
-    "a2d-qwen3": Row("a2d-qwen3", {}, QWEN_ENDS),
     "a2d-qwen3-blocks": Row("a2d-qwen3", BLOCKS, QWEN_ENDS),
     "a2d-qwen2": Row("Qwen2", {}, QWEN_ENDS),
     "a2d-llama": Row("Llama", BLOCKS, QWEN_ENDS),
@@ -106,6 +109,7 @@ def served(
         model=str(folder),
         max_model_len=CONTEXT,
         **(LORA if row.adapters else {}),
+        **TRANSFER,
     )
     yield Served(row, llm, folder)
 
@@ -228,6 +232,35 @@ def test_requests_choose_adapters(served: Served, tmp_path: Path) -> None:
     wanted = served.plain(letters(13), 16, adapter=adapter)
     assert (token_ids(output), forwards(output)) == wanted
     assert wanted.tokens != served.plain(letters(13), 16).tokens
+
+
+def test_frames_and_early_text(served: Served) -> None:
+    paced = not served.config.method.full_attention
+    check_frames_and_early_text(served.llm, paced)
+
+
+def test_given_tokens_have_log_probabilities(served: Served) -> None:
+    """Those of a plain forward, by which likelihoods are estimated."""
+    if not served.config.method.full_attention:
+        return
+    model = PlainModel.load(served.folder, served.config.mask_token_id)
+    jobs = test_targets.jobs()
+    wishes = [test_targets.target_params(text, masked) for _, text, masked in jobs]
+    outputs = generate(served.llm, [context for context, _, _ in jobs], wishes)
+    test_targets.check(model, outputs)
+
+
+def test_new_weights_in_place(served: Served, tmp_path: Path) -> None:
+    """In two halves that share layers; then the old ones again."""
+    if not (served.folder / "model.safetensors").exists():
+        pytest.skip("from several files, as another A2D")
+    new = trained(served.folder, tmp_path)
+    for folder in (new, served.folder):
+        send(served.llm, folder, *halves(folder))
+        served.llm.reset_prefix_cache()
+        [output] = generate(served.llm, [letters(14)], params(20))
+        wanted = served._replace(folder=folder).plain(letters(14), 20)
+        assert (token_ids(output), forwards(output)) == wanted
 
 
 @pytest.mark.parametrize("parent", ["Qwen2", "Llama"])

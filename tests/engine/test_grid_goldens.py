@@ -18,6 +18,7 @@ from engines import (
     params,
     token_ids,
 )
+from test_watched import check_frames_and_early_text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {
@@ -146,11 +147,29 @@ def test_together_in_shuffled_order(
         check(case, output)
 
 
+def steps_of(case: Case) -> dict[int, int]:
+    """At which denoising forward of the reference each position was written last."""
+    kinds = ("denoise", "window")
+    calls = [one for one in case["forwards"] if one["kind"] in kinds]
+    return {p: i for i, one in enumerate(calls, 1) for p, _ in one["new"]}
+
+
 def test_each_alone(model: str, room: EngineRoom) -> None:
+    """With its trace."""
     llm = room.start(model, CANVAS)
     for case in cases_of(model):
-        [output] = generate(llm, [case["prompt_ids"]], wish(case))
+        one, steps = wish(case), steps_of(case)
+        one.extra_args["dllm_trace"] = 1
+        [output] = generate(llm, [case["prompt_ids"]], one)
+        first = len(case["prompt_ids"])
+        for i, (step, sure) in enumerate(output.outputs[0].routed_experts):
+            assert step == steps[first + i] and 0 < sure <= 1, case["id"]
         check(case, output)
+
+
+@pytest.mark.parametrize("model", ["sdar-moe", "llada2.0"], indirect=True)
+def test_frames_and_early_text(model: str, room: EngineRoom) -> None:
+    check_frames_and_early_text(room.start(model, CANVAS))
 
 
 def stopped_at(case: Case, place: int) -> Case:

@@ -9,16 +9,25 @@ from engines import (
     forwards,
     free_pages,
     generate,
+    letters,
     num_preemptions,
     params,
+    scheduler,
     token_ids,
 )
 from test_requests_refused import refusal
 
 pytestmark = pytest.mark.slow
 
-MODELS = ["sdar", "llada2.0"]
-SHARED = a_prompt(150, 3)
+# With and without steps that are launched ahead.
+MODELS = [
+    *[("sdar", True), ("llada2.0", True)],
+    *[("sdar-moe", False), ("stable-diffcoder", False)],
+]
+every_model = pytest.mark.parametrize(("model", "overlapped"), MODELS)
+SHARED = letters(150, 3)
+# Less than the prompts of four requests that decode.
+PARTS = {"max_num_seqs": 4, "max_num_batched_tokens": 5 * 32 + 3}
 
 
 def start(
@@ -45,15 +54,15 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int = 40) -> list[list[i
 
 def conversation(llm: Any, turns: int) -> list[list[int]]:
     """Each turn brings everything so far and a few new tokens."""
-    text, said = a_prompt(37, 1), []
+    text, said = letters(37, 1), []
     for turn in range(turns):
         [answer] = answers(llm, [text])
         said.append(answer)
-        text = text + answer + a_prompt(9, 10 + turn)
+        text = text + answer + letters(9, 10 + turn)
     return said
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_a_conversation(model: str, overlapped: bool, room: EngineRoom) -> None:
     """Prompt and generated blocks are found again; what ended a turn is not cached."""
     plain = conversation(start(room, model, False, overlapped), 4)
@@ -66,11 +75,11 @@ def test_a_conversation(model: str, overlapped: bool, room: EngineRoom) -> None:
     assert free_pages(llm) == pages
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_many_requests_with_one_prefix(
     model: str, overlapped: bool, room: EngineRoom
 ) -> None:
-    prompts = [SHARED + a_prompt(1 + i % 13, i) for i in range(32)]
+    prompts = [SHARED + letters(1 + i % 13, i) for i in range(32)]
     plain = answers(start(room, model, False, overlapped), prompts)
     llm = start(room, model, True, overlapped)
     assert answers(llm, prompts[:1]) == plain[:1]
@@ -79,13 +88,16 @@ def test_many_requests_with_one_prefix(
     assert hits(llm) - before == 32 * 128
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_preemption_finds_its_own_pages(
     model: str, overlapped: bool, room: EngineRoom
 ) -> None:
-    prompts = [SHARED[:70] + a_prompt(3 + i, i) for i in range(8)]
+    """Also of prompts that come in parts."""
+    prompts = [letters(70 + 3 + i, i % 2) for i in range(8)]
     plain = answers(start(room, model, False, overlapped), prompts, 60)
-    llm = start(room, model, True, overlapped, num_gpu_blocks_override=14)
+    few = {"num_gpu_blocks_override": 14} | PARTS
+    llm = start(room, model, True, overlapped, **few)
+    assert scheduler(llm).max_num_scheduled_tokens == PARTS["max_num_batched_tokens"]
     before, pages = num_preemptions(llm), free_pages(llm)
     assert answers(llm, prompts, 60) == plain
     assert num_preemptions(llm) > before

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from engines import (
 )
 from grammar_requests import wish as wish_grammar
 from test_requests_refused import refused
+from test_watched import check_frames
+from trained_weights import trained
 
 from dllm_plugin.reference.model import PlainModel
 
@@ -86,6 +89,21 @@ def test_each_alone(room: EngineRoom) -> None:
 
 def test_together_in_shuffled_order(room: EngineRoom) -> None:
     shuffled(start(room), 1)
+
+
+def test_frames_and_new_weights(room: EngineRoom, tmp_path: Path) -> None:
+    """What vLLM reads from a folder, and the old weights again."""
+    llm, prompt = start(room), letters(14)
+    check_frames(llm)
+    [before] = generate(llm, [prompt], params(40))
+    old = CHECKPOINTS / "tiny-llada2.2"
+    found = []
+    for folder in (trained(old, tmp_path), old):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        llm.reset_prefix_cache()
+        [output] = generate(llm, [prompt], params(40))
+        found.append(token_ids(output))
+    assert found[0] != found[1] == token_ids(before)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -13,7 +13,7 @@ from engines import (
     params,
     token_ids,
 )
-from full_jobs import DECODERS, EOS, Decoder, every_decoder, start
+from full_jobs import EOS, Decoder, every_decoder, start
 from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.api.likelihood import METHODS
@@ -64,7 +64,7 @@ def jobs() -> list[tuple[list[int], list[int], tuple[int, ...]]]:
     return found
 
 
-def check(decoder: Decoder, llm: Any, model: PlainModel, outputs: list[Any]) -> None:
+def check(model: PlainModel, outputs: list[Any]) -> None:
     for (context, text, masked), output in zip(jobs(), outputs, strict=True):
         assert token_ids(output) == text[: masked[-1] + 1], (
             "the targets and what is given"
@@ -94,7 +94,7 @@ def test_logprobs_of_given_masks(
         llm, [everything[1][i] for i in order], [everything[0][i] for i in order]
     )
     by_place = dict(zip(order, outputs, strict=True))
-    check(decoder, llm, model, [by_place[i] for i in range(len(wishes))])
+    check(model, [by_place[i] for i in range(len(wishes))])
     for one, other in zip(
         alone, (by_place[len(wishes)], by_place[len(wishes) + 1]), strict=True
     ):
@@ -116,7 +116,7 @@ def test_what_the_engine_approximates_changes_nothing(
         target_params(text, masked, temperature=0.7) for _, text, masked in jobs()
     ]
     outputs = generate(llm, [context for context, _, _ in jobs()], wishes)
-    check(DECODERS[0], llm, plain_models["llada"], outputs)
+    check(plain_models["llada"], outputs)
 
 
 def test_nobody_asks_and_nobody_pays(room: EngineRoom) -> None:

@@ -28,12 +28,13 @@ def request_arguments(
 ) -> RequestArguments:
     """Return what a request decodes with: the engine's defaults with its arguments applied.
 
-    A request with a grammar has no reserved position: the grammar decides where its text ends.
+    A request with a grammar or targets has no reserved position: they decide where its text ends.
     Raises ValueError naming the argument that is unknown, out of range, without effect, or
     excluded by another argument or the engine.
     """
     given = given_arguments(extra_args)
-    reserves = bool(config.reserved) and not has_grammar
+    ends = has_grammar or "targets" in given
+    reserves = bool(config.reserved) and not ends
     reads_length = config.whole_canvas or reserves or "template" in given
     length = max_tokens if reads_length else None
     try:
