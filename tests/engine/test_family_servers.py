@@ -32,13 +32,22 @@ class Row(NamedTuple):
     canvas: int | None = None  # None: the default
     has_gaps: bool = False
     scores_prompts: bool = False
+    options: tuple[str, ...] = ()
 
 
+BEGIN_THINKING, END_THINKING = 280, 281  # tokens of A2D
+# As its page says: the parser reads only there whether a chat thinks.
+QWEN3 = (
+    "--reasoning-parser=qwen3",
+    '--default-chat-template-kwargs={"enable_thinking": false}',
+    # Without it grammars are refused.
+    '--structured-outputs-config={"enable_in_reasoning": true}',
+)
 ROWS = {
     "stable-diffcoder": Row(),
     "llada-moe": Row(32, has_gaps=True),
     "rnd1": Row(32, has_gaps=True),
-    "a2d-qwen3": Row(32, has_gaps=True),
+    "a2d-qwen3": Row(32, has_gaps=True, options=QWEN3),
     "nemotron": Row(scores_prompts=True),
     "idlm": Row(32, scores_prompts=True),
     "wedlm": Row(),
@@ -72,6 +81,7 @@ def served(
 ) -> Iterator[Served]:
     row, model = ROWS[request.param], CHECKPOINTS / f"tiny-{request.param}"
     options = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    options += row.options
     if row.canvas is not None:
         options.append(
             f'--additional-config={{"dllm": {{"canvas_length": {row.canvas}}}}}'
@@ -145,6 +155,64 @@ def test_a_tool_call_streams(served: Served) -> None:
             for piece in choice["delta"].get("tool_calls") or ():
                 streamed += piece["function"].get("arguments") or ""
     assert json.loads(streamed) == arguments
+
+
+def test_a_tool_call_of_the_text(served: Served) -> None:
+    """By the parser: nobody chose the tool, and the grammar only stands for training."""
+    call = r'<tool_call>\n{"name": "count", "arguments": {"n": [1-3]}}\n</tool_call>'
+    text = call.replace("{", r"\{").replace("}", r"\}")
+    tools = [{"type": "function", "function": TOOL}]
+    asked = CHAT | {"tools": tools, "max_tokens": 110, "ignore_eos": False}
+    asked |= {"temperature": 0, "structured_outputs": {"regex": text}}
+    choice = served.chat(**asked)
+    [found] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+    assert found["function"]["name"] == "count"
+    streamed = ""
+    for chunk in served.server.stream("chat/completions", asked):
+        for choice in chunk["choices"]:
+            for piece in choice["delta"].get("tool_calls") or ():
+                streamed += piece["function"].get("arguments") or ""
+    assert json.loads(streamed) == json.loads(found["function"]["arguments"])
+
+
+def test_thoughts_of_the_text(served: Served) -> None:
+    """Whole and streamed; what ends them is given amid two gaps."""
+    if not served.row.options:
+        pytest.skip("no card names a parser")
+    asked = CHAT | {"chat_template_kwargs": {"enable_thinking": True}}
+    template = [BEGIN_THINKING, *[-1] * 6, END_THINKING, *[-1] * 9]
+    asked |= {"max_tokens": len(template), "temperature": 0}
+    asked |= {"vllm_xargs": {"dllm_template": template}}
+    whole = served.chat(**asked)["message"]
+    assert whole["reasoning"] and whole["content"]
+    assert "think>" not in whole["reasoning"] + whole["content"]
+    thought = said = ""
+    for chunk in served.server.stream("chat/completions", asked):
+        for choice in chunk["choices"]:
+            thought += choice["delta"].get("reasoning") or ""
+            said += choice["delta"].get("content") or ""
+    assert (thought, said) == (whole["reasoning"], whole["content"])
+
+
+def test_suffixes_and_likelihoods(served: Served) -> None:
+    """A text before a given end, and how likely a given text is."""
+    pair = {"context": "one two", "continuation": " three"}
+    asked = {"pairs": [pair], "method": "left_to_right"}
+    if not served.row.has_gaps:
+        assert served.refusal("likelihood", **asked)
+        return
+    texts = []
+    for suffix in (" three", "!!!"):
+        body = {"prompt": "one two", "suffix": suffix, "max_tokens": 6}
+        reply = served.server.post("completions", body | {"temperature": 0})
+        assert reply.status_code == 200, reply.text
+        texts.append(reply.json()["choices"][0]["text"])
+    assert texts[0] != texts[1], "the suffix is seen"
+    told = served.server.post("likelihood", asked).json()
+    [result] = told["results"]
+    assert result["logprob"] < 0
+    assert told["metrics"]["diffusion"]["forwards"] == result["tokens"]
 
 
 def test_gaps(served: Served) -> None:
