@@ -20,6 +20,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 # Tiny matrices: a second thread costs more than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests speak HTTP, and each new client would read all of the machine's certificates for 50 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 import forked  # noqa: E402
 import heap  # noqa: E402

@@ -59,8 +59,8 @@ def test_tokens_and_forwards(
     dllm = {"strategy": strategy, "canvas_length": CANVAS}
     llm = room.start(family, dllm, max_num_seqs=16, **AHEAD)
     cases, before = shuffled(decoder, in_flight), void(llm)
-    if in_flight == 1:  # guided requests need two places
-        cases = [case for case in cases if not case.numbers().get("cfg_scale")]
+    if in_flight == 1:  # guided requests need two places; half of all have each setting
+        cases = [case for case in cases if not case.numbers().get("cfg_scale")][::2]
     with at_most(llm, in_flight):
         outputs = generate(
             llm, [case.prompt for case in cases], [wish_for(c) for c in cases]
@@ -79,7 +79,9 @@ def test_requests_of_all_kinds_in_one_batch(
     """Policies, block lengths, seeds, stop tokens, gaps; a void forward stores nothing for good."""
     llm = start_jobs(room, decoder, **AHEAD)
     before, void_before = scheduler(llm).num_computed_positions, void(llm)
-    jobs = random_jobs(decoder, 20, seed=2 * approximate, approximate=approximate)
+    # As many as it takes until a forward is void.
+    wanted = 20 if decoder == DECODERS[3] and not approximate else 14
+    jobs = random_jobs(decoder, wanted, seed=2 * approximate, approximate=approximate)
     jobs += random_gap_jobs(decoder, 8, seed=2 * approximate, approximate=approximate)
     for (job, text), output in zip(
         jobs, run(llm, [job for job, _ in jobs]), strict=True
@@ -203,7 +205,9 @@ def test_aborted_with_forwards_in_flight(decoder: Decoder, room: EngineRoom) -> 
     assert free_pages(llm) == pages
 
 
-@every_decoder
+@pytest.mark.parametrize(
+    "decoder", [DECODERS[i] for i in (0, 2, 3, 4)], ids="-".join
+)  # each strategy, and each family with a cache and without
 def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
     """As in `test_full_compiled`: traced and not translated."""
     family, strategy = decoder

@@ -135,7 +135,7 @@ def test_preempted_requests_begin_with_a_full_refresh(
 @every_decoder
 def test_one_more_request_every_step(decoder: Decoder, llm: Any) -> None:
     """First passes of some requests share forwards with later passes of others."""
-    jobs = random_jobs(decoder, 8, seed=1)
+    jobs = random_jobs(decoder, 8)
     arrivals = {
         i: [(str(i), job.prompt, job.wish())] for i, (job, _) in enumerate(jobs)
     }

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM, while commands start and while a server streams: all end soon, in order.
 
-Commands that import vLLM meanwhile are Python's own processes, and so is a server that streams.
+Commands that import vLLM meanwhile are Python's own processes; servers that stream are forks, and
+`generate` that a terminal interrupts.
 """
 
 import os
@@ -18,6 +19,7 @@ import httpx
 import psutil
 import pytest
 from engines import CHECKPOINTS
+from forked import PYTHON
 from processes import Server, end, environment, free_port, serve_command, serving, spawn
 from streams import join, start_streams, wait_for_end
 
@@ -93,7 +95,8 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
 @pytest.mark.parametrize("phase", ["starting the engine", IMPORTED[0]])
 def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
-    command = [sys.executable, "-m", "dllm_plugin.commands.cli", "generate", "x"]
+    python = PYTHON if whole_group else sys.executable
+    command = [python, "-m", "dllm_plugin.commands.cli", "generate", "x"]
     log = folder / "log"
     with log.open("wb") as file:
         process = spawn(
@@ -151,10 +154,10 @@ def test_ctrl_c_of_an_idle_server(server: Server) -> None:
 
 def test_ctrl_c_cuts_streams_with_a_sentence(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with serving(log, *UNBOUND, python=sys.executable) as server:
+    with serving(log, *UNBOUND) as server:
         streams = start_streams(server.url, 4, ENDLESS)
-        process = server.process
-        assert interrupted(process, signal.SIGINT, process.pid) < SOON + SLACK
+        process, front = server.process, front_end(server)
+        assert interrupted(process, signal.SIGINT, front, log) < SOON + SLACK
         join(streams, SOON)
         assert process.returncode == 130
     errors = [stream.error for stream in streams]
