@@ -21,9 +21,10 @@ from dllm_plugin.config.request.structured_outputs import (
     OF_COMPILERS,
     SENT_AS,
     check_expressions,
-    refusal_of,
+    field_of,
 )
 from dllm_plugin.config.validation import shown
+from dllm_plugin.grammar.refusals import refusal_of
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
@@ -188,7 +189,7 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
                 check_expressions(asked)
                 if str(error).startswith(OF_THAT_BACKEND):
                     raise ValueError(_unlike_patterns(asked, verify)) from error
-                raise ValueError(refusal_of(kind, error)) from error
+                raise ValueError(refusal_of(field_of(kind), error)) from error
     if fields_sent:  # read by the checks of the engine's client, which names no field
         SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)))
 
@@ -199,7 +200,7 @@ def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
     try:
         verify(SamplingParams(structured_outputs=asked), "guidance")
     except VLLMValidationError as error:
-        return refusal_of("json", error)
+        return refusal_of(SENT_AS.get(), error)
     return (
         f"{SENT_AS.get()} has patternProperties beside keywords that xgrammar does not read: "
         "write it without one of them, or start with "

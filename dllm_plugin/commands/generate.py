@@ -88,7 +88,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the answer has to be, by vLLM's names; nothing if it is free."""
+    """Return what the answer has to be, by vLLM's names; nothing if it is free.
+
+    Raises ValueError for what no backend reads.
+    """
+    from dllm_plugin.grammar.refusals import check_unread_regex, check_unread_schema
+
     if args.json_schema is not None:
         text = text_of("--json-schema", args.json_schema)
         try:
@@ -97,8 +102,10 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--json-schema {args.json_schema}: {error}") from None
         if not isinstance(schema, dict):
             raise ValueError(f"--json-schema {args.json_schema} holds no JSON object")
+        check_unread_schema(f"--json-schema {args.json_schema}", schema)
         return {"json": schema}
     if args.regex is not None:
+        check_unread_regex("--regex", args.regex)
         return {"regex": args.regex}
     if args.choice is None:
         return {}

@@ -14,8 +14,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.validation import shown
-from dllm_plugin.grammar.patterns import LeftWhole, read_tokens, written_out
-from dllm_plugin.grammar.schemas import least_names, patterns_of
+from dllm_plugin.grammar.refusals import check_regex, check_schema
 
 from .arguments import RequestArguments
 
@@ -29,73 +28,21 @@ OF_THE_SERVER = (
 # Kinds of structured output whose grammar may be regular.
 REGULAR = ("json", "regex", "choice", "grammar")
 
-# What compilers answer, and the words for it.
-REASONS = (
-    (r"Unimplemented keys: \[(.*?)\]", "the keywords {0}"),
-    (r"oneOf constraints", "oneOf with alternatives that may overlap"),
-    (r"circular references .*///(\S+)", "a $ref to {0} in itself, beside keywords"),
-    (r"Unknown format: (.*)", "format {0}"),
-    (r"parse error:\s+(.*)\n[\s\S]*error: (.*)", "the expression {0!r} ({1})"),
-    (r"lookarounds .* in regex /(.*)/", "{0!r}, which looks at the text around it"),
-    (r"patternProperty regexes (.*) are", "patternProperties {0}, which may overlap"),
-    (r"min/maxProperties", "minProperties or maxProperties beside optional ones"),
-    (r"Resource '(.*?)' is not", "a $ref to {0}, which is no path in the schema"),
-    (r"for integer range", "a bound beyond 64 bits"),
-)
-MOST_SHOWN = 200  # characters of a reason
 # The field of a request's body that has its JSON schema.
 SENT_AS: ContextVar[str] = ContextVar("SENT_AS", default="structured_outputs json")
 OF_COMPILERS = re.compile("Grammar error|Invalid grammar|Failed to transform|Regex ")
 
 
-def refusal_of(kind: str, error: object) -> str:
-    """Return a sentence for what a compiler of vLLM's answers about a grammar.
-
-    Args:
-        kind: json, regex or grammar, as in `structured_outputs`.
-    """
-    text = str(error)
-    for expression, words in REASONS:
-        if found := re.search(expression, text):
-            reason = words.format(*found.groups())
-            break
-    else:
-        words = text.removeprefix("Grammar error: ").partition("\n")[0]
-        reason = f"an error ({words})"
-    field = SENT_AS.get() if kind == "json" else f"structured_outputs {kind}"
-    return (
-        f"{field} has {reason[:MOST_SHOWN]}: no backend of this server reads that, so write it "
-        "without."
-    )
+def field_of(kind: str) -> str:
+    """Return where a body has a grammar of a kind: json, regex or grammar."""
+    return SENT_AS.get() if kind == "json" else f"structured_outputs {kind}"
 
 
 def check_expressions(asked: StructuredOutputsParams) -> None:
     """Raise ValueError for an expression, a pattern or a count that backends misread."""
     if asked.regex:
-        try:
-            written_out(asked.regex)
-        except ValueError as error:
-            raise ValueError(
-                f"structured_outputs regex {error}: leave it out, or write plain characters."
-            ) from error
-    for text in patterns_of(schema_of(asked)):
-        try:
-            read_tokens(text)
-            continue
-        except LeftWhole:
-            refusal = "has flags, or classes of too many characters"
-        except ValueError as error:
-            refusal = str(error)
-        raise ValueError(
-            f"{SENT_AS.get()} has the pattern {shown(text)}, which {refusal}: write it with "
-            "characters, classes, groups, | and repeats."
-        )
-    if least := least_names(schema_of(asked)):
-        raise ValueError(
-            f"{SENT_AS.get()} has minProperties {least}, and no backend keeps apart the names "
-            "that a text chooses: require names of properties, or set additionalProperties to "
-            "false."
-        )
+        check_regex(field_of("regex"), asked.regex)
+    check_schema(SENT_AS.get(), schema_of(asked))
 
 
 def schema_of(asked: StructuredOutputsParams) -> Any:

@@ -33,13 +33,13 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from dllm_plugin.config.request.structured_outputs import (
     SENT_AS,
-    refusal_of,
     schema_of,
 )
 from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.networks import Unreadable
 from dllm_plugin.grammar.patterns import written_anywhere, written_out
+from dllm_plugin.grammar.refusals import refusal_of
 from dllm_plugin.grammar.rules import (
     FIRST_PATTERN,
     MOST_PATTERNS,
@@ -306,7 +306,7 @@ def choose_guidance(params: SamplingParams) -> None:
     if asked is None or asked._backend in BACKENDS or not asked._backend_was_auto:
         return
     if refusal := _refusal(params):
-        raise ValueError(refusal_of("json", refusal))
+        raise ValueError(refusal_of(SENT_AS.get(), refusal))
     asked._backend = GUIDANCE
 
 
@@ -324,7 +324,7 @@ def check_readable(params: SamplingParams) -> None:
             "start with --structured-outputs-config.backend auto or guidance."
         )
     if refusal := _refusal(params):
-        raise ValueError(refusal_of("json", refusal))
+        raise ValueError(refusal_of(SENT_AS.get(), refusal))
 
 
 def _refusal(params: SamplingParams) -> str:

@@ -1,0 +1,105 @@
+"""Refuse grammars that no backend reads, in sentences that name where they stand.
+
+Imports neither torch nor vLLM, so that a command can ask before it starts an engine.
+"""
+
+import json
+import re
+from typing import Any
+
+import llguidance
+from llguidance import LLMatcher
+
+from dllm_plugin.config.validation import shown
+
+from .patterns import LeftWhole, read_tokens, written_out
+from .schemas import least_names, loose_keyword, patterns_of
+
+# What compilers answer, and the words for it.
+REASONS = (
+    (r"Unimplemented keys: \[(.*?)\]", "the keywords {0}"),
+    (r"oneOf constraints", "oneOf with alternatives that may overlap"),
+    (r"circular references .*///(\S+)", "a $ref to {0} in itself, beside keywords"),
+    (r"Unknown format: (.*)", "format {0}"),
+    (r"parse error:\s+(.*)\n[\s\S]*error: (.*)", "the expression {0!r} ({1})"),
+    (r"lookarounds .* in regex /(.*)/", "{0!r}, which looks at the text around it"),
+    (r"patternProperty regexes (.*) are", "patternProperties {0}, which may overlap"),
+    (r"min/maxProperties", "minProperties or maxProperties beside optional ones"),
+    (r"Resource '(.*?)' is not", "a $ref to {0}, which is no path in the schema"),
+    (r"for integer range", "a bound beyond 64 bits"),
+)
+MOST_SHOWN = 200  # characters of a reason
+
+
+def refusal_of(field: str, error: object) -> str:
+    """Return a sentence for what a compiler answers about the grammar in a field."""
+    text = str(error)
+    for expression, words in REASONS:
+        if found := re.search(expression, text):
+            reason = words.format(*found.groups())
+            break
+    else:
+        words = text.removeprefix("Grammar error: ").partition("\n")[0]
+        reason = f"an error ({words})"
+    return (
+        f"{field} has {reason[:MOST_SHOWN]}: no backend of this server reads that, so write it "
+        "without."
+    )
+
+
+def check_regex(field: str, text: str) -> None:
+    """Raise ValueError for an expression that backends misread."""
+    try:
+        written_out(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{field} {error}: leave it out, or write plain characters."
+        ) from error
+
+
+def check_schema(field: str, schema: Any) -> None:
+    """Raise ValueError for a schema with a pattern or a count that backends misread."""
+    for text in patterns_of(schema):
+        try:
+            read_tokens(text)
+            continue
+        except LeftWhole:
+            refusal = "has flags, or classes of too many characters"
+        except ValueError as error:
+            refusal = str(error)
+        raise ValueError(
+            f"{field} has the pattern {shown(text)}, which {refusal}: write it with "
+            "characters, classes, groups, | and repeats."
+        )
+    if least := least_names(schema):
+        raise ValueError(
+            f"{field} has minProperties {least}, and no backend keeps apart the names "
+            "that a text chooses: require names of properties, or set additionalProperties to "
+            "false."
+        )
+
+
+def check_unread_regex(field: str, text: str) -> None:
+    """Raise ValueError for an expression that an engine would refuse."""
+    check_regex(field, text)
+    # What it refuses of the rest, xgrammar refuses, too.
+    error = LLMatcher.validate_grammar(llguidance.grammar_from("regex", text), None)
+    if error:
+        raise ValueError(refusal_of(field, error))
+
+
+def check_unread_schema(field: str, schema: Any) -> None:
+    """Raise ValueError for a schema that an engine would refuse."""
+    check_schema(field, schema)
+    error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None)
+    if not error:
+        return
+    if not loose_keyword(schema):
+        from xgrammar import Grammar  # imports torch
+
+        try:
+            Grammar.from_json_schema(json.dumps(schema))
+            return
+        except RuntimeError:
+            pass
+    raise ValueError(refusal_of(field, error))
