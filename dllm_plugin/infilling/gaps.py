@@ -17,6 +17,7 @@ AUTO = "auto"
 ANY: Lengths = ()
 MOST_LENGTHS = 16
 MARK = re.compile(rf"\[MASK:(\d+(?:,\d+)*|{AUTO})\]")
+FORMS = f"write [MASK:4], [MASK:2,4] for one of two lengths, or [MASK:{AUTO}]"
 SOURCES = ("text", "parts", "draft")
 
 
@@ -88,7 +89,8 @@ def parts_of_text(text: str) -> list[Part]:
 def _checked(parts: list[Part], source: str) -> list[Part]:
     parts = _joined([part for part in parts if part != ""])
     if all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{source} has no gap: nothing is to be filled.")
+        forms = f"; {FORMS}" if source == "text" else ""
+        raise ValueError(f"{source} has no gap: nothing is to be filled{forms}.")
     return parts
 
 

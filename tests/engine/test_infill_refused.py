@@ -103,7 +103,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("infill", TWO | {"stop": ["a"]}, "stop needs a single gap, got 2."),
     ("infill", TWO | {"stream": True}, "stream needs a single gap, got 2."),
-    ("infill", {"text": "no gap"}, "text has no gap: nothing is to be filled."),
+    ("infill", {"text": "no gap"}, "text has no gap: nothing is to be filled; write"),
     (
         "infill",
         {"text": "a [MASK:0]"},

@@ -81,7 +81,9 @@ def test_there_and_back() -> None:
         ({}, "infill needs one of text, parts, draft, got 0 of them."),
         ({"text": "a", "slack": 2}, "slack has no effect without draft: leave it out."),
         ({"text": 5}, "text must be text with [MASK:n], got 5."),
-        ({"text": "abc"}, "text has no gap: nothing is to be filled."),
+        ({"text": "abc"}, "text has no gap: nothing is to be filled; write [MASK:4]"),
+        ({"text": "a [mask:2] b"}, "write [MASK:4], [MASK:2,4] for one of two"),
+        ({"parts": ["abc"]}, "parts has no gap: nothing is to be filled."),
         ({"text": "[MASK:0]"}, "A gap must have a whole number of positions, got 0."),
         ({"parts": "abc"}, "parts must be a list of texts and"),
         (
