@@ -166,7 +166,7 @@ def test_one_block_in_an_engine_of_four(room: EngineRoom) -> None:
     llm = room.start(
         "sdar", {"max_active_blocks": 4, "canvas_length": 64}, async_scheduling=True
     )
-    cases = grid.cases_of("sdar")
+    cases = grid.cases_of("sdar")[::2]
     wishes = [grid.wish(case) for case in cases]
     for one in wishes:
         one.extra_args["dllm_max_active_blocks"] = 1

@@ -69,6 +69,16 @@ class Served(NamedTuple):
         [choice] = reply.json()["choices"]
         return dict(choice)
 
+    def streamed_call(self, asked: dict[str, Any]) -> tuple[str, str]:
+        """Name and arguments of the only tool call of a greedy stream."""
+        name = arguments = ""
+        for chunk in self.server.stream("chat/completions", asked):
+            for choice in chunk["choices"]:
+                for piece in choice["delta"].get("tool_calls") or ():
+                    name += piece["function"].get("name") or ""
+                    arguments += piece["function"].get("arguments") or ""
+        return name, arguments
+
     def refusal(self, path: str = "chat/completions", **body: Any) -> str:
         reply = self.server.post(path, body)
         assert reply.status_code == 400, reply.text
@@ -145,16 +155,8 @@ def test_grammars(served: Served) -> None:
 def test_a_tool_call_streams(served: Served) -> None:
     tools = {"tools": [{"type": "function", "function": TOOL}], "max_tokens": 110}
     tools["tool_choice"] = {"type": "function", "function": {"name": "count"}}
-    asked = CHAT | tools | {"temperature": 0, "ignore_eos": False}
-    [call] = served.chat(**asked)["message"]["tool_calls"]
-    arguments = json.loads(call["function"]["arguments"])
-    assert call["function"]["name"] == "count" and list(arguments) == ["n"]
-    streamed = ""
-    for chunk in served.server.stream("chat/completions", asked):
-        for choice in chunk["choices"]:
-            for piece in choice["delta"].get("tool_calls") or ():
-                streamed += piece["function"].get("arguments") or ""
-    assert json.loads(streamed) == arguments
+    name, arguments = served.streamed_call(CHAT | tools | {"ignore_eos": False})
+    assert name == "count" and list(json.loads(arguments)) == ["n"]
 
 
 def test_a_tool_call_of_the_text(served: Served) -> None:
@@ -167,13 +169,9 @@ def test_a_tool_call_of_the_text(served: Served) -> None:
     choice = served.chat(**asked)
     [found] = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
-    assert found["function"]["name"] == "count"
-    streamed = ""
-    for chunk in served.server.stream("chat/completions", asked):
-        for choice in chunk["choices"]:
-            for piece in choice["delta"].get("tool_calls") or ():
-                streamed += piece["function"].get("arguments") or ""
-    assert json.loads(streamed) == json.loads(found["function"]["arguments"])
+    name, arguments = served.streamed_call(asked)
+    assert name == found["function"]["name"] == "count"
+    assert json.loads(arguments) == json.loads(found["function"]["arguments"])
 
 
 def test_thoughts_of_the_text(served: Served) -> None:

@@ -133,10 +133,10 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("in_flight", [16, 4])
 def test_together_in_shuffled_order(
-    model: str, overlapped: bool, in_flight: int, room: EngineRoom
+    model: str, overlapped: bool, room: EngineRoom
 ) -> None:
+    in_flight = 4 if overlapped else 16
     llm = room.start(model, CANVAS, async_scheduling=overlapped)
     cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
     with at_most(llm, in_flight):

@@ -34,8 +34,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fast-dllm-v2": {"family": "fast-dllm-v2", "dllm": {}},
 }
 FULL = [name for name in ENGINES if "_" in name]
-# LLaDA2.0's traces are compared in `test_grid_goldens.py`.
-COMPARED = [name for name in ENGINES if name != "llada2.0"]
+# Those of SDAR and LLaDA2.0 are compared in `test_grid_goldens.py`.
+COMPARED = [name for name in ENGINES if name not in ("llada2.0", "sdar-async")]
 every_engine = pytest.mark.parametrize("name", COMPARED, scope="module")
 
 
