@@ -30,6 +30,7 @@ from dllm_plugin.models.checkpoints.unserved import (
 )
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+ADAPTER = "adapter_config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
@@ -172,7 +173,7 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     What depends on the context, or on widths by load, the engine checks.
     """
     for adapter in ("lora_path", "draft_adapter"):
-        check_folder(options.get(adapter) or "")
+        check_adapter(adapter, options.get(adapter) or "")
     if not options or is_elsewhere(model):
         return
     architecture = str(architecture_of(read_config(model)))
@@ -192,6 +193,14 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     if (policy := options.get("policy", "auto")) != "auto":
         check_policy(method, policy, family)
     refuse_unread(options, method, architecture)
+
+
+def check_adapter(option: str, folder: str) -> None:
+    """Raise ValueError if a folder that an option names holds no adapter; "" names none."""
+    check_folder(folder)
+    is_here = folder and Path(folder).is_dir()
+    if is_here and not (Path(folder) / ADAPTER).is_file():
+        raise ValueError(f"{option} {folder} holds no {ADAPTER}: is it an adapter?")
 
 
 def check_quantization(name: str) -> None:

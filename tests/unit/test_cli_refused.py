@@ -41,6 +41,8 @@ from dllm_plugin.grammar.refusals import check_unread_schema
         (["serve", "sadr:8b"], "sadr:8b is no short name"),
         (["doctor", "LLaDA:8B"], "did you mean llada:8b?"),
         (["generate", "x", "--lora-path", "/no/such"], "there is no folder /no/such"),
+        (["generate", "x", "--lora-path", "/etc"], "/etc holds no adapter_config.json"),
+        (["serve", "--lora-path", "/etc"], "lora_path /etc holds no adapter_config"),
         (["serve", "--tokenizer", "./none"], "there is no folder ./none"),
         (["serve", "--ssl-keyfile", "/none"], "--ssl-keyfile /none is no file"),
         (["serve", "--chat-template=/none"], "--chat-template /none is no file"),
