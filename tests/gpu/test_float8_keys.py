@@ -59,9 +59,12 @@ def test_graphs_equal_eager(family):
 @pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_and_beside_63_others(family, quantization):
-    """The same tokens, up to near ties: kernels for other numbers of rows round differently."""
+    """The same tokens, up to near ties: kernels for other numbers of rows round differently.
+
+    With one split, since probabilities are rounded to float8 by split.
+    """
     compilation = graphs(32, *range(16, MANY + 1, 16))
-    options = {"max_num_seqs": MANY, "quantization": quantization}
+    options = {"max_num_seqs": MANY, "quantization": quantization, "splits": 1}
     engine = start(family, compilation, **options)
     prompts = [a_prompt(5 + 3 * n, n) for n in range(MANY)]
     wish = params(48, logprobs=5, **IN_ORDER[family])
