@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from dllm_plugin.config.grammar_refusals import refusal_of
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import (
     OF_COMPILERS,
@@ -24,7 +25,6 @@ from dllm_plugin.config.request.structured_outputs import (
     field_of,
 )
 from dllm_plugin.config.validation import shown
-from dllm_plugin.grammar.refusals import refusal_of
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1

@@ -92,9 +92,9 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises ValueError for what no backend reads.
     """
-    from dllm_plugin.grammar.refusals import check_unread_regex, check_unread_schema
-
     if args.json_schema is not None:
+        from dllm_plugin.config.grammar_refusals import check_unread_schema
+
         text = text_of("--json-schema", args.json_schema)
         try:
             schema = json.loads(text)
@@ -105,6 +105,8 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
         check_unread_schema(f"--json-schema {args.json_schema}", schema)
         return {"json": schema}
     if args.regex is not None:
+        from dllm_plugin.config.grammar_refusals import check_unread_regex
+
         check_unread_regex("--regex", args.regex)
         return {"regex": args.regex}
     if args.choice is None:

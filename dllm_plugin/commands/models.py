@@ -173,7 +173,7 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     What depends on the context, or on widths by load, the engine checks.
     """
     for adapter in ("lora_path", "draft_adapter"):
-        check_adapter(adapter, options.get(adapter) or "")
+        check_adapter_folder(adapter, options.get(adapter) or "")
     if not options or is_elsewhere(model):
         return
     architecture = str(architecture_of(read_config(model)))
@@ -195,10 +195,12 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     refuse_unread(options, method, architecture)
 
 
-def check_adapter(option: str, folder: str) -> None:
+def check_adapter_folder(option: str, folder: str) -> None:
     """Raise ValueError if a folder that an option names holds no adapter; "" names none."""
+    if folder.startswith("~"):
+        raise ValueError(f"{option} {folder} begins with ~: write the whole path.")
     check_folder(folder)
-    is_here = folder and Path(folder).is_dir()
+    is_here = bool(folder) and Path(folder).is_dir()
     if is_here and not (Path(folder) / ADAPTER).is_file():
         raise ValueError(f"{option} {folder} holds no {ADAPTER}: is it an adapter?")
 

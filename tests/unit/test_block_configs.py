@@ -267,3 +267,15 @@ def test_structured_output_reserves_no_position():
     asked.extra_args = {"dllm_add_eos_at_end": True}
     with pytest.raises(ValueError, match="no effect with structured_outputs"):
         request_rules(config).validate_params(asked)
+
+
+def test_targets_reserve_no_position():
+    config = resolve(Options(), "RND1LM", 64, 282, reserved=(256, 258))
+    asked = SamplingParams(max_tokens=2, logprobs=1)
+    asked.extra_args = {
+        "dllm_template": [5, -1],
+        "dllm_targets": [7],
+        "dllm_add_eos_at_end": True,
+    }
+    with pytest.raises(ValueError, match="no effect with dllm_targets"):
+        request_rules(config).validate_params(asked)

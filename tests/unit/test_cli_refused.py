@@ -12,7 +12,6 @@ import pytest
 from command_lines import CHECKPOINTS, TINY
 
 from dllm_plugin.commands import cli, models, phases
-from dllm_plugin.grammar.refusals import check_unread_schema
 
 
 @pytest.mark.parametrize(
@@ -263,43 +262,6 @@ def test_a_broken_configuration(
 
 
 SDAR = str(CHECKPOINTS / "tiny-sdar")
-
-
-@pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ({"type": "strin"}, "an error (Invalid type: strin)"),
-        ({"not": {}}, 'the keywords "not"'),
-        ({"pattern": "("}, "the expression '(' (unclosed group)"),
-        ({"pattern": "a(?=b)"}, "the pattern 'a(?=b)', which has '(?='"),
-        ({"minProperties": 2}, "minProperties 2, and no backend"),
-    ],
-    ids=str,
-)
-def test_a_schema_that_nothing_reads(
-    schema: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is refused before vLLM is imported."""
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", None)
-    file = tmp_path / "schema.json"
-    file.write_text(json.dumps(schema))
-    assert cli.main(["generate", "x", "--json-schema", str(file)]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"diffuplug: error: --json-schema {file} has {words}")
-    assert printed.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [{"type": "object"}, {"type": "string", "format": "color"}],
-    ids=str,
-)
-def test_a_schema_that_one_backend_reads(schema: dict[str, Any]) -> None:
-    check_unread_schema("--json-schema", schema)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,11 @@ def _with_gaps(case: Case) -> Iterator[str]:
         yield "dllm_cfg_scale cannot be combined with dllm_template."
     if asked.template and given.get("suffix_window") is not None:
         yield "dllm_suffix_window cannot be combined with dllm_template, which is seen whole."
+    if asked.targets and asked.add_eos_at_end:
+        yield (
+            "dllm_add_eos_at_end has no effect with dllm_targets, which reserve no position: "
+            "leave it out."
+        )
     for name in REQUEST_FIELDS:
         if asked.targets and name in given:
             yield (

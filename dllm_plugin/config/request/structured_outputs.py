@@ -13,8 +13,8 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.grammar_refusals import check_regex, check_schema
 from dllm_plugin.config.validation import shown
-from dllm_plugin.grammar.refusals import check_regex, check_schema
 
 from .arguments import RequestArguments
 

@@ -31,6 +31,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
+from dllm_plugin.config.grammar_refusals import refusal_of
 from dllm_plugin.config.request.structured_outputs import (
     SENT_AS,
     schema_of,
@@ -39,7 +40,6 @@ from dllm_plugin.grammar import schemas
 from dllm_plugin.grammar.chart import Chart
 from dllm_plugin.grammar.networks import Unreadable
 from dllm_plugin.grammar.patterns import written_anywhere, written_out
-from dllm_plugin.grammar.refusals import refusal_of
 from dllm_plugin.grammar.rules import (
     FIRST_PATTERN,
     MOST_PATTERNS,

@@ -1,6 +1,6 @@
 """Refuse grammars that no backend reads, in sentences that name where they stand.
 
-Imports neither torch nor vLLM, so that a command can ask before it starts an engine.
+Imports no vLLM, so that a command can ask before it starts an engine.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 import llguidance
 from llguidance import LLMatcher
 
-from dllm_plugin.config.validation import shown
+from dllm_plugin.grammar.patterns import LeftWhole, read_tokens, written_out
+from dllm_plugin.grammar.schemas import least_names, loose_keyword, patterns_of
 
-from .patterns import LeftWhole, read_tokens, written_out
-from .schemas import least_names, loose_keyword, patterns_of
+from .validation import shown
 
 # What compilers answer, and the words for it.
 REASONS = (
@@ -80,26 +80,30 @@ def check_schema(field: str, schema: Any) -> None:
 
 
 def check_unread_regex(field: str, text: str) -> None:
-    """Raise ValueError for an expression that an engine would refuse."""
+    """Raise ValueError for an expression that neither backend compiles."""
     check_regex(field, text)
-    # What it refuses of the rest, xgrammar refuses, too.
     error = LLMatcher.validate_grammar(llguidance.grammar_from("regex", text), None)
-    if error:
+    if error and not _is_read_by_xgrammar("regex", text):
         raise ValueError(refusal_of(field, error))
 
 
 def check_unread_schema(field: str, schema: Any) -> None:
-    """Raise ValueError for a schema that an engine would refuse."""
+    """Raise ValueError for a schema that neither backend compiles."""
     check_schema(field, schema)
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None)
     if not error:
         return
-    if not loose_keyword(schema):
-        from xgrammar import Grammar  # imports torch
+    if loose_keyword(schema) or not _is_read_by_xgrammar("json", json.dumps(schema)):
+        raise ValueError(refusal_of(field, error))
 
-        try:
-            Grammar.from_json_schema(json.dumps(schema))
-            return
-        except RuntimeError:
-            pass
-    raise ValueError(refusal_of(field, error))
+
+def _is_read_by_xgrammar(kind: str, text: str) -> bool:
+    """Return whether xgrammar compiles an expression or a schema."""
+    from xgrammar import Grammar  # imports torch
+
+    read = Grammar.from_regex if kind == "regex" else Grammar.from_json_schema
+    try:
+        read(text)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""Grammars that neither backend compiles are refused before a command imports vLLM."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_plugin.commands import cli
+from dllm_plugin.config.grammar_refusals import (
+    check_unread_regex,
+    check_unread_schema,
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "strin"}, "an error (Invalid type: strin)"),
+        ({"not": {}}, 'the keywords "not"'),
+        ({"pattern": "("}, "the expression '(' (unclosed group)"),
+        ({"pattern": "a(?=b)"}, "the pattern 'a(?=b)', which has '(?='"),
+        ({"minProperties": 2}, "minProperties 2, and no backend"),
+    ],
+    ids=str,
+)
+def test_a_schema(
+    schema: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", None)
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    assert cli.main(["generate", "x", "--json-schema", str(file)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"diffuplug: error: --json-schema {file} has {words}")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "object"}, {"type": "string", "format": "uri-template"}],
+    ids=str,
+)
+def test_a_schema_that_one_backend_compiles(schema: dict[str, Any]) -> None:
+    check_unread_schema("--json-schema", schema)
+
+
+@pytest.mark.parametrize("text", ["(", "a{,2}"])
+def test_an_expression(
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", None)
+    assert cli.main(["generate", "x", "--regex", text]) == 2
+    printed = capsys.readouterr().err
+    start = f"diffuplug: error: --regex has the expression {text!r}"
+    assert printed.startswith(start) and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", [r"[0-9]+", r"\Aab\Z", r"[\w]\Z"])
+def test_an_expression_that_one_backend_compiles(text: str) -> None:
+    check_unread_regex("--regex", text)
