@@ -17,11 +17,14 @@ NAMES = """
 import json, dllm_plugin
 from dllm_plugin.config.options import Options, REQUEST_FIELDS
 from dllm_plugin.config.request.arguments import WITHHOLDING
-from dllm_plugin.decoding.families import FAMILIES
+from dllm_plugin.decoding.families import FAMILIES, FULL_ATTENTION, TAKEN_BY
 from dllm_plugin.decoding.methods import METHODS
 options = Options.from_user({"strategy": "window_cache", "policy": "nearest", "reach": 2})
 methods = {f"{s} on {f}": [*row.policies] for (s, f), row in METHODS.items()}
 known = [*REQUEST_FIELDS], [*FAMILIES], [*WITHHOLDING]
+assert {(s, f) for s in TAKEN_BY for f in TAKEN_BY[s]} == set(METHODS)
+full = {s for (s, _), row in METHODS.items() if row.full_attention}
+assert full == set(FULL_ATTENTION) and "window_cache" in full
 print(json.dumps([dllm_plugin.__file__, methods, *known]))
 """
 
@@ -51,7 +54,7 @@ def _place(key: tuple[str, str]) -> tuple[str, int]:
 def test_an_example_touches_the_files_that_it_names(
     example: Example, tmp_path: Path
 ) -> None:
-    """One file for a policy, three with a number of its own, two for a strategy."""
+    """Two files for a policy, four with a number of its own, three for a strategy."""
     before = contents(copy_package(tmp_path))
     example.apply(tmp_path)
     after = contents(tmp_path)
