@@ -155,14 +155,15 @@ def steps_of(case: Case) -> dict[int, int]:
 
 
 def test_each_alone(model: str, room: EngineRoom) -> None:
-    """With its trace."""
+    """With its trace, a row for each token."""
     llm = room.start(model, CANVAS)
     for case in cases_of(model):
         one, steps = wish(case), steps_of(case)
         one.extra_args["dllm_trace"] = 1
         [output] = generate(llm, [case["prompt_ids"]], one)
-        first = len(case["prompt_ids"])
-        for i, (step, sure) in enumerate(output.outputs[0].routed_experts):
+        first, rows = len(case["prompt_ids"]), output.outputs[0].routed_experts
+        assert rows.shape == (len(token_ids(output)), 2), case["id"]
+        for i, (step, sure) in enumerate(rows):
             assert step == steps[first + i] and 0 < sure <= 1, case["id"]
         check(case, output)
 
