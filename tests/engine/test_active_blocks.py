@@ -32,11 +32,12 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "llada": (16, 3, {}),
     "dream": (16, 3, {}),
-    # Only by the first test.
     "sdar-moe": (8, 4, {}),
     "llada2.0": (16, 3, {}),
     "llada-moe": (16, 3, {}),
 }
+# The others only by the first test.
+IN_EVERY_TEST = ("sdar", "fast-dllm-v2", "llada2.1", "llada", "dream")
 WHOLE_PROMPTS = ("llada", "dream", "llada-moe")
 OTHERS: list[dict[str, Any]] = [
     {},
@@ -48,7 +49,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(SHAPES)[:5])
+@pytest.fixture(scope="module", params=IN_EVERY_TEST)
 def model(request: pytest.FixtureRequest) -> str:
     """Which tiny checkpoint."""
     return str(request.param)

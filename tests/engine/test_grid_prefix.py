@@ -26,7 +26,7 @@ MODELS = [
 ]
 every_model = pytest.mark.parametrize(("model", "overlapped"), MODELS)
 SHARED = letters(150, 3)
-# Less than the prompts of four requests that decode.
+# Just above the least, four canvases and a part of a prompt: prompts come in parts.
 PARTS = {"max_num_seqs": 4, "max_num_batched_tokens": 5 * 32 + 3}
 
 
