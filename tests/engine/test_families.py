@@ -240,12 +240,18 @@ def test_frames_and_early_text(served: Served) -> None:
 
 
 def test_given_tokens_have_log_probabilities(served: Served) -> None:
-    """Those of a plain forward, by which likelihoods are estimated."""
-    if not served.config.method.full_attention:
-        return
-    model = PlainModel.load(served.folder, served.config.mask_token_id)
+    """Those of a plain forward, by which likelihoods are estimated; else they are refused."""
     jobs = test_targets.jobs()
     wishes = [test_targets.target_params(text, masked) for _, text, masked in jobs]
+    if not served.config.method.full_attention:
+        wishes[0].extra_args.pop("dllm_template")
+        sees = "a model that sees the text behind a gap"
+        if not served.config.family.absolute_grid:
+            sees = "full attention: under strategy 'block_diffusion'"
+        with pytest.raises(refused(), match=f"dllm_targets needs {sees}"):
+            generate(served.llm, [jobs[0][0]], wishes[0])
+        return
+    model = PlainModel.load(served.folder, served.config.mask_token_id)
     outputs = generate(served.llm, [context for context, _, _ in jobs], wishes)
     test_targets.check(model, outputs)
 
