@@ -79,6 +79,11 @@ class Served(NamedTuple):
                     arguments += piece["function"].get("arguments") or ""
         return name, arguments
 
+    def check_no_gaps(self, wanted: str, path: str, **body: Any) -> None:
+        """Check that a family that attends causally refuses what is wanted."""
+        why = f"{wanted} needs a model that sees the text behind a gap; "
+        assert why in self.refusal(path, **body)
+
     def refusal(self, path: str = "chat/completions", **body: Any) -> str:
         reply = self.server.post(path, body)
         assert reply.status_code == 400, reply.text
@@ -197,13 +202,14 @@ def test_suffixes_and_likelihoods(served: Served) -> None:
     """A text before a given end, and how likely a given text is."""
     pair = {"context": "one two", "continuation": " three"}
     asked = {"pairs": [pair], "method": "left_to_right"}
+    body = {"prompt": "one two", "max_tokens": 6, "temperature": 0}
     if not served.row.has_gaps:
-        assert served.refusal("likelihood", **asked)
+        served.check_no_gaps("likelihood", "likelihood", **asked)
+        served.check_no_gaps("suffix", "completions", **body, suffix=" three")
         return
     texts = []
     for suffix in (" three", "!!!"):
-        body = {"prompt": "one two", "suffix": suffix, "max_tokens": 6}
-        reply = served.server.post("completions", body | {"temperature": 0})
+        reply = served.server.post("completions", body | {"suffix": suffix})
         assert reply.status_code == 200, reply.text
         texts.append(reply.json()["choices"][0]["text"])
     assert texts[0] != texts[1], "the suffix is seen"
@@ -216,7 +222,7 @@ def test_suffixes_and_likelihoods(served: Served) -> None:
 def test_gaps(served: Served) -> None:
     body = {"text": "one [MASK:5] three", "temperature": 0}
     if not served.row.has_gaps:
-        assert served.refusal("infill", **body)
+        served.check_no_gaps("infill", "infill", **body)
         return
     reply = served.server.post("infill", body)
     assert reply.status_code == 200, reply.text
