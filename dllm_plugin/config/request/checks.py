@@ -257,7 +257,7 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
         where = "" if config.method.causal else " from block to block"
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
-            f"causally{where}. LLaDA, Dream and DiffuCoder can."
+            f"causally{where}. LLaDA, Dream, RND1 and A2D models can."
         )
     if config.method.full_attention:
         return ""
