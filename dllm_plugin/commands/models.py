@@ -23,6 +23,7 @@ from dllm_plugin.decoding.families import FAMILIES, check_strategy
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
+    ADAPTER_CONFIG,
     check_listed,
     check_readable,
     refuse_unserved_files,
@@ -30,7 +31,6 @@ from dllm_plugin.models.checkpoints.unserved import (
 )
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-ADAPTER = "adapter_config.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
@@ -201,8 +201,10 @@ def check_adapter_folder(option: str, folder: str) -> None:
         raise ValueError(f"{option} {folder} begins with ~: write the whole path.")
     check_folder(folder)
     is_here = bool(folder) and Path(folder).is_dir()
-    if is_here and not (Path(folder) / ADAPTER).is_file():
-        raise ValueError(f"{option} {folder} holds no {ADAPTER}: is it an adapter?")
+    if is_here and not (Path(folder) / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{option} {folder} holds no {ADAPTER_CONFIG}: is it an adapter?"
+        )
 
 
 def check_quantization(name: str) -> None:

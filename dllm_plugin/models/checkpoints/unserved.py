@@ -20,6 +20,7 @@ from .trained_for import checkpoint_names, model_names, tokenizer_ids
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+ADAPTER_CONFIG = "adapter_config.json"
 MODELS = "docs/support.md lists the models that DiffuPlug serves"
 
 
@@ -78,7 +79,7 @@ class Unserved:
             return f"{self.token!r} in its tokenizer"
         if self.adapter is None or folder is None:
             return None
-        if (folder / self.adapter / "adapter_config.json").is_file():
+        if (folder / self.adapter / ADAPTER_CONFIG).is_file():
             return f"adapter in {self.adapter!r}: move the folder of what is none"
         return None
 
