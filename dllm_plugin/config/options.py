@@ -90,39 +90,37 @@ class Numbers:
     alg_temp: float | None = number(
         None,
         Number(0.0, MAX_FACTOR, optional=True),
-        "Dream: sample positions from `softmax(score / alg_temp)`; 0: take the best.",
+        "Sample positions from `softmax(score / alg_temp)`; 0: take the best.",
         words="the best",
         off=(None, 0),
     )
     top_p: float = number(
         1.0,
         Number(0.0, 1.0, above=True),
-        "Dream: top-p filter at temperature 0, at which vLLM drops its own.",
+        "Top-p filter at temperature 0, at which vLLM drops its own.",
         off=(1,),
     )
     top_k: int = number(
         0,
         WholeNumber(0, MAX_TOP_K),
-        "Dream: top-k filter at temperature 0; 0: off.",
+        "Top-k filter at temperature 0; 0: off.",
         off=(0,),
     )
     entropy_temperature: float = number(
         1.0,
         Number(0.0, MAX_FACTOR, above=True),
-        "RND1: temperature at which the entropies of greedy requests are read.",
+        "Temperature at which the entropies of greedy requests are read.",
         off=(1,),
     )
     cfg_scale: float = number(
         0.0,
         Number(0.0, MAX_FACTOR),
-        "LLaDA: scale of classifier-free guidance; 0: off.",
+        "Scale of classifier-free guidance; 0: off.",
         off=(0,),
     )
-    logits_eos_inf: bool = number(
-        False, Flag(), "LLaDA: never propose EOS.", off=(False,)
-    )
+    logits_eos_inf: bool = number(False, Flag(), "Never propose EOS.", off=(False,))
     confidence_eos_eot_inf: bool = number(
-        False, Flag(), "LLaDA: EOS and end of turn have confidence 0.", off=(False,)
+        False, Flag(), "EOS and end of turn have confidence 0.", off=(False,)
     )
     block_add_threshold: float = number(
         0.1,
@@ -137,12 +135,12 @@ class Numbers:
     entropy_threshold: float | None = number(
         0.4,
         Number(0.0, MAX_FACTOR, optional=True),
-        "WeDLM: entropy below which a position is unmasked.",
+        "Entropy below which a position is unmasked.",
     )
     position_penalty: float = number(
         0.02,
         Number(0.0, MAX_FACTOR),
-        "WeDLM: added to the entropy for each position after the first mask.",
+        "Added to the entropy for each position after the first mask.",
     )
     editing_threshold: float | None = number(
         None,
@@ -195,8 +193,7 @@ class Options(Numbers):
         None,
         Number(0.0, 1.0, optional=True),
         "Confidence from which a position is unmasked.",
-        words="0.9; SDAR 0.85, LLaDA2.0 and Stable-DiffCoder 0.95, LLaDA2.1 0.7, LLaDA2.2 0.5; "
-        "TraDo 0.9, dParallel-LLaDA 0.5",
+        words="what the model's authors ask for (`diffuplug doctor MODEL` shows it), else 0.9",
     )
     steps: int | None = option(
         None,
@@ -217,7 +214,7 @@ class Options(Numbers):
     window: int | None = option(
         None,
         WholeNumber(1, open=True),
-        "WeDLM: positions of the window.",
+        "Positions of the window.",
         words="16",
         request=True,
     )

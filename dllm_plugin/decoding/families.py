@@ -223,6 +223,14 @@ FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 ADAPTED_STRATEGIES = (D2F,)
 
 
+def titles_of(strategy: str) -> str:
+    """Return the titles of the verified families that a strategy decodes, with commas."""
+    taken = TAKEN_BY[strategy]
+    families = [family for family in FAMILIES.values() if not family.unverified]
+    titles = [family.title for family in families if family.name in taken]
+    return ", ".join(dict.fromkeys(titles))
+
+
 def check_strategy(strategy: str, family: Family) -> None:
     """Raise ValueError unless a strategy, or `auto`, decodes a family."""
     known = [name for name in TAKEN_BY if family.name in TAKEN_BY[name]]

@@ -65,13 +65,13 @@ class LLaDAModelLM(DiffusionModel, LlamaForCausalLM):
 
 
 class Qwen2Diffusion(DiffusionModel, Qwen2ForCausalLM):
-    """Serve Dream, DiffuCoder, Fast-dLLM v2, Open-dCoder and A2D from Qwen2."""
+    """Serve checkpoints under the names of a Qwen2."""
 
     has_bias = True
 
 
 class Qwen3Diffusion(DiffusionModel, Qwen3ForCausalLM):
-    """Serve SDAR, I-DLM, WeDLM-8B, DreamReasoner and A2D from Qwen3."""
+    """Serve checkpoints under the names of a Qwen3."""
 
     has_qk_norm = True
 
@@ -83,7 +83,7 @@ class Qwen3MoeDiffusion(DiffusionModel, Qwen3MoeForCausalLM):
 
 
 class LlamaDiffusion(DiffusionModel, LlamaForCausalLM):
-    """Serve Stable-DiffCoder, and A2D from Llama."""
+    """Serve checkpoints under the names of a Llama."""
 
 
 class BiasedLlamaDiffusion(DiffusionModel, LlamaForCausalLM):

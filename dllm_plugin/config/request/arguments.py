@@ -133,7 +133,7 @@ class RequestArguments(Numbers):
     add_eos_at_end: bool = argument(
         False,
         Flag(),
-        "RND1: the reserved last position holds EOS instead of the pad token.",
+        "The reserved last position holds EOS instead of the pad token.",
         off=(False,),
         needs="reserves_last",
     )
@@ -152,14 +152,14 @@ class RequestArguments(Numbers):
     max_thinking_tokens: int | None = argument(
         None,
         WholeNumber(0, MAX_POSITIONS, open=True),
-        "Nemotron: tokens of the answer after which thinking ends.",
+        "Tokens of the answer after which thinking ends.",
         off=(None,),
         needs="causal_commit",
     )
     end_think_token_id: int | None = argument(
         None,
         WholeNumber(0, MAX_POSITIONS, open=True),
-        "Nemotron: the token that ends thinking.",
+        "The token that ends thinking.",
         off=(None,),
         needs="causal_commit",
     )

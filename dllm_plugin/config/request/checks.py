@@ -13,7 +13,11 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
-from dllm_plugin.decoding.families import needs_full_attention
+from dllm_plugin.decoding.families import (
+    SEMI_AUTOREGRESSIVE,
+    needs_full_attention,
+    titles_of,
+)
 from dllm_plugin.decoding.methods import methods_of
 
 from .arguments import TEMPLATE, RequestArguments
@@ -257,7 +261,7 @@ def no_template(config: DecodeConfig, wanted: str) -> str:
         where = "" if config.method.causal else " from block to block"
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
-            f"causally{where}. LLaDA, Dream, RND1 and A2D models can."
+            f"causally{where}. Models that can: {titles_of(SEMI_AUTOREGRESSIVE)}."
         )
     if config.method.full_attention:
         return ""
