@@ -22,6 +22,7 @@ AUTOREGRESSIVE = {
     "a2d-qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "llama": ("LlamaForCausalLM", "llama"),
     "nemotron_labs_diffusion": ("LlamaForCausalLM", "llama"),
+    "wedlm": ("Qwen3ForCausalLM", "qwen3"),
 }
 
 W4A16 = "w4a16"  # as a quantisation: weights of 4 bits as they are stored, none of vLLM's names
@@ -169,6 +170,11 @@ def schedule_of(config: Config, strategy: str) -> str:
     if method is None or "low_confidence" in method.policies:
         return "low_confidence"
     return method.default_policy
+
+
+def canvas_of(config: Config) -> tuple[int, ...]:
+    """Return the canvas of two blocks of a model whose blocks share experts; else none."""
+    return (2 * config["block_size"],) if config.get("expert_capacity") else ()
 
 
 def write_config(config: Config, folder: Path) -> str:

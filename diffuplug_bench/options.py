@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffuplug_bench.checks import check
-from diffuplug_bench.model_shapes import SHAPES, W4A16
+from diffuplug_bench.model_shapes import SHAPES, W4A16, canvas_of
 from diffuplug_bench.settings import (
     ADAPTIVE,
     BASELINES,
@@ -244,9 +244,10 @@ def settings_of(args: argparse.Namespace, **changed: Any) -> Settings:
             f"--strategy {strategy} is unknown: use {', '.join(MEASURED)}."
         )
     measured = MEASURED[strategy]
+    needed = canvas_of(SHAPES[args.shapes]) if is_dummy else ()
     chosen: dict[str, Any] = {
         "strategy": strategy,
-        "canvas": args.canvas or measured.canvas,
+        "canvas": args.canvas or needed or measured.canvas,
         "lora_path": adapter if measured.by_confidence else lora,
     }
     if given.get("context") is None:

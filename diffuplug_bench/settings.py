@@ -5,6 +5,7 @@ from typing import Any
 
 from dllm_plugin.decoding.families import (
     BLOCK_DIFFUSION,
+    CAUSAL_WINDOW,
     D2F,
     DUAL_CACHE,
     INTROSPECTIVE,
@@ -67,8 +68,8 @@ MEASURED = {
     SEMI_AUTOREGRESSIVE: replace(FULL_ATTENTION, refreshes=False),
 }
 
-# Strategies that mode adaptive measures by acceptance, and their longest drafts.
-DRAFTS = {SELF_SPECULATION: 32, INTROSPECTIVE: 8}
+# Strategies that mode adaptive measures by acceptance, and their longest drafts or window.
+DRAFTS = {SELF_SPECULATION: 32, INTROSPECTIVE: 8, CAUSAL_WINDOW: 16}
 
 
 def default_strategy(adapted: bool) -> str:

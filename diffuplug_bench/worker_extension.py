@@ -43,6 +43,8 @@ EXPONENT_BIAS = 127
 class BenchWorker:
     """Extend the worker of every rank; its own methods have other names."""
 
+    share: Tensor | None = None  # the probability that a draft is accepted
+
     def fill_weights(self, seed: int) -> None:
         """Fill the model; same seed on all ranks, as some weights (routers) are replicated."""
         worker: Any = self
@@ -59,9 +61,13 @@ class BenchWorker:
         worker: Any = self
         decider = worker.model_runner.model_state.sampler.decider
         method = worker.model_runner.model_state.config.method
-        if decider.accept is method.accept:
+        if worker.share is None:
             worker.share = torch.zeros((), device=worker.device)
-            decider.accept = random_accept(method.accept, worker.share, seed)
+            if method.accept is None:  # a window, whose masks take their tokens
+                rule = random_run(worker.share, seed)
+                decider.policy_rules[method.default_policy] = rule
+            else:
+                decider.accept = random_accept(method.accept, worker.share, seed)
         worker.share.fill_(share)
 
     def reset_peak_bytes(self) -> int:
@@ -169,6 +175,25 @@ def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule
         calls.add_(1)
         stuck_R1 = ~take_RC.any(dim=1, keepdim=True)
         return take_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)
+
+    return rule
+
+
+def random_run(share: Tensor, seed: int) -> "Rule":
+    """Return a policy that accepts the first mask, and masks after it while draws are below."""
+    calls = torch.full((), seed, dtype=torch.int64, device=share.device)
+
+    def rule(
+        plan: "StepPlan",
+        canvas: "Canvas",
+        proposal: "Proposal",
+        settings: "PolicySettings",
+    ) -> Tensor:
+        candidates_RC = plan.candidates_RC
+        rank_RC = candidates_RC.cumsum(dim=1) - 1
+        stops_RC = candidates_RC & (rank_RC > 0) & (_uniform(calls, rank_RC) >= share)
+        calls.add_(1)
+        return candidates_RC & (stops_RC.cumsum(dim=1) == 0)
 
     return rule
 

@@ -4,7 +4,8 @@ Weights are dummies: each draft is accepted by a random number, with the probabi
 endless drafts would bring ``--acceptance`` tokens a round. Plain vLLM is measured first, and steps
 are timed in the engine that drafts. The bound of a row is its tokens per forward, divided by the
 time of its forwards in plain ones; `of_bound` is the share of it that the tokens per second reach
-by plain vLLM's, while all requests decode. Below the acceptance `break_even` no drafts pay.
+by plain vLLM's, while all requests decode. Below the acceptance `break_even` no drafts pay. A
+window has no drafts: its first masks take their tokens, as many as such drafts would be accepted.
 """
 
 import argparse
@@ -27,11 +28,14 @@ from diffuplug_bench.step.profile import trace_steps
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.decoding.acceptance import SHARES
-from dllm_plugin.decoding.families import BLOCK_DIFFUSION
+from dllm_plugin.decoding.families import BLOCK_DIFFUSION, CAUSAL_WINDOW
 from dllm_plugin.decoding.widths import doubled
 
 TOKENS = "2,4,6"  # of a round, by default
 Times = dict[tuple[int, int], float]  # ms, by requests and rows of each
+Lengths = dict[
+    int | str, int | None
+]  # of drafts or a window, by name; None: the engine's
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:
@@ -54,12 +58,12 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         options["additional_config"] = {"dllm": _dllm(settings, args.strategy)}
         llm = engines.start(settings, options)
         progress.done("engine start")
-        requests = Requests(settings, model, llm, "dllm_block_length")
+        requests = Requests(settings, model, llm, f"dllm_{_length(args.strategy)}")
         method = get_decode_config(llm.llm_engine.vllm_config).method
         rows_of = method.rows or int
-        widths = [rows_of(drafts) for drafts in doubled(settings.block(canvas))]
-        times = _time_steps(llm, settings, widths)
-        even = break_even(method.drafted, times)
+        widths = {rows_of(drafts) for drafts in doubled(settings.block(canvas))}
+        times = _time_steps(llm, settings, sorted(widths | {1}))
+        even = break_even(method.drafted or tokens_of_window, times)
         progress.done("steps", report.table_of("break_even", even))
         rows = _measure(requests, accepted, lengths, times, even, plain, progress)
         line["profile"] = _profile(requests, trace, progress)
@@ -104,7 +108,7 @@ def _plain_runs(
 def _measure(
     requests: Requests,
     accepted: list[int],
-    lengths: list[int],
+    lengths: Lengths,
     times: Times,
     even: list[dict[str, Any]],
     plain: dict[int, Run],
@@ -120,10 +124,10 @@ def _measure(
         if not rows:
             requests.compile(max(settings.requests))
         for n in settings.requests:
-            for fixed in (None, *lengths):
+            for name, fixed in lengths.items():
                 teaches = fixed is None and n == settings.requests[0]
                 done = requests.serve(n, fixed, teaches)
-                row = _row(n, tokens, fixed or BY_LOAD, done)
+                row = _row(n, tokens, name, done)
                 row |= {"break_even": least[n], "bound": bound(row, times)}
                 if n in plain:
                     _compare(row, plain[n])
@@ -165,16 +169,18 @@ def _profile(
     return found
 
 
-def _settings(args: argparse.Namespace) -> tuple[Settings, list[int], list[int]]:
-    """Return the settings, tokens of a round, and fixed lengths of drafts."""
+def _settings(args: argparse.Namespace) -> tuple[Settings, list[int], Lengths]:
+    """Return the settings, tokens of a round, and the engine's and fixed lengths."""
     if args.shapes is None:
         raise ValueError(f"--strategy {args.strategy} needs --shapes here")
     refusal = "--acceptance must be whole numbers of tokens a round, as in 2,4,6"
     accepted = whole_numbers(args.acceptance or TOKENS, refusal)
-    lengths: list[int] = []
-    if args.widths not in (None, NO_WIDTHS):
-        lengths = whole_numbers(args.widths, "--widths must be lengths of drafts")
     longest = args.block_length or DRAFTS[args.strategy]
+    by_load = args.strategy != CAUSAL_WINDOW
+    lengths: Lengths = {BY_LOAD if by_load else longest: None}
+    if args.widths not in (None, NO_WIDTHS):
+        for fixed in whole_numbers(args.widths, "--widths must be lengths of drafts"):
+            lengths[fixed] = fixed
     # Its options are those of a served mode; the strategy is named when the engine starts.
     named = argparse.Namespace(**vars(args) | {"strategy": BLOCK_DIFFUSION})
     settings = settings_of(named, mode="throughput", tokens_per_forward=1.0)
@@ -185,8 +191,18 @@ def _settings(args: argparse.Namespace) -> tuple[Settings, list[int], list[int]]
 def _dllm(settings: Settings, strategy: str) -> dict[str, Any]:
     """Return the decode options of the engine."""
     longest = settings.block(settings.canvas[0])
-    options = {"strategy": strategy, "block_length": longest}
+    options = {"strategy": strategy, _length(strategy): longest}
     return options | settings.switches
+
+
+def _length(strategy: str) -> str:
+    """Return the option that has the length of drafts, or of a window."""
+    return "window" if strategy == CAUSAL_WINDOW else "block_length"
+
+
+def tokens_of_window(rows: int, share: float) -> float:
+    """Return the tokens of a forward of so many rows, half of them masks."""
+    return float((1 - share ** (rows // 2)) / (1 - share))
 
 
 def _row(n: int, tokens: int, length: int | str, run: Run) -> dict[str, Any]:

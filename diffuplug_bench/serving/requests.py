@@ -10,7 +10,7 @@ from diffuplug_bench.problems import problem_prompts, problems_of, score
 from diffuplug_bench.request_loop import Answer, Ask, Run, asking_for, serve
 from diffuplug_bench.settings import Settings
 from diffuplug_bench.step.floor import Floor
-from diffuplug_bench.step.schedule import steps_of
+from diffuplug_bench.step.schedule import arguments, steps_of
 from diffuplug_bench.step.sizes import all_forwards, run_again, sizes_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def synthetic_requests(
     assert settings.tokens_per_forward is not None
     asks = []
     for steps in steps_of(count, settings.block(canvas), settings.tokens_per_forward):
-        extra = {"dllm_policy": settings.schedule, "dllm_steps": steps}
+        extra = arguments(settings.schedule, steps)
         asks.append(
             prompts.ask(
                 settings.input_len, max_tokens=settings.output_len, extra_args=extra

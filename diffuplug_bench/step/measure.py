@@ -18,6 +18,7 @@ from diffuplug_bench.settings import Settings
 from diffuplug_bench.step.counts import Count
 from diffuplug_bench.step.floor import Floor
 from diffuplug_bench.step.memory import logits_bytes, temporary_bytes
+from diffuplug_bench.step.schedule import arguments
 from diffuplug_bench.step.sizes import all_forwards, run_again, sizes_of
 
 if TYPE_CHECKING:
@@ -62,10 +63,7 @@ def sampling(settings: Settings, canvas: int) -> dict[str, Any]:
     if settings.measured.by_confidence:
         # No confidence exceeds 1, so each step unmasks one position; every block opens at once.
         return {"dllm_threshold": 1.0, "dllm_block_add_threshold": 0.0}
-    return {
-        "dllm_policy": settings.schedule,
-        "dllm_steps": steps_per_block(settings, canvas),
-    }
+    return arguments(settings.schedule, steps_per_block(settings, canvas))
 
 
 def context_needed(settings: Settings) -> int:

@@ -5,7 +5,9 @@ needs several requests. Forwards that only commit do not count. Light imports on
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+EDITING = "joint_threshold"
 TOLERANCE = 0.02  # relative error of the tokens per forward
 # Rounding changes the total by at most half a step, and a request has at least one step. With so
 # many requests the error is within TOLERANCE for any rate.
@@ -16,6 +18,14 @@ def steps_of(count: int, block: int, rate: float) -> list[int]:
     """Return steps per block of `count` requests, spread evenly around `block / rate`."""
     total = round(count * block / rate)
     return [(i + 1) * total // count - i * total // count for i in range(count)]
+
+
+def arguments(policy: str, steps: int) -> dict[str, Any]:
+    """Return request arguments under which a policy takes so many steps for each block."""
+    asked: dict[str, Any] = {"dllm_policy": policy, "dllm_steps": steps}
+    if policy == EDITING:  # would edit random tokens for ever
+        asked |= {"dllm_editing_threshold": 1.0, "dllm_max_post_steps": 0}
+    return asked
 
 
 def average(count: int, block: int, rate: float) -> float:

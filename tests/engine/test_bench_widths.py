@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from bench_lines import QUICK, line_of, quiet_start
-from engines import EngineRoom
+from engines import CHECKPOINTS, EngineRoom
 
+from diffuplug_bench import gate
+from diffuplug_bench.model_shapes import SHAPES
 from dllm_plugin.commands import cli
 
 pytestmark = pytest.mark.slow
@@ -149,3 +151,36 @@ def test_tokens_per_second_by_acceptance(capsys: pytest.CaptureFixture[str]) -> 
         assert row["of_bound"] == pytest.approx(reached / row["bound"])
         assert row["speedup_vs_ar"] > 0 and row["break_even"] >= 1
     assert {row["requests"] for row in line["break_even"]} == {1, 2}
+
+
+def test_tokens_per_second_of_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many first masks as drawn numbers let take their tokens, in a window of one length."""
+    lengths = ["--input-len", "24", "--output-len", "48", "--rounds", "1"]
+    options = ["--strategy", "causal_window", "--acceptance", "2,6", "--widths", "4"]
+    command = ["bench", "adaptive", "--shapes", "tiny-wedlm", *options, *lengths]
+    assert cli.main([*command, "--requests", "2", *QUICK]) == 0
+    line = line_of(capsys.readouterr().out)
+    assert [row["mean_rows"] for row in line["rows"]] == [32, 8, 32, 8]
+    assert [row["length"] for row in line["rows"]] == [16, 4, 16, 4]
+    six, six_of_4, two, two_of_4 = [row["tokens_per_forward"] for row in line["rows"]]
+    assert 3 < six < 7 and 1.4 < two < 2.6
+    # Windows of 4 take the sum of share ** k for k below 4: 3.1 and 1.9, if none is cut short.
+    assert 2 < six_of_4 < 3.2 and 1.2 < two_of_4 < 2.2
+    assert {row["rows"] for row in line["break_even"]} <= {2, 4, 8, 16, 32}
+
+
+def test_blocks_that_share_experts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule without edits of random tokens, in canvases of two blocks of the model."""
+    config = json.loads((CHECKPOINTS / "tiny-llada2.2/config.json").read_text())
+    special = {"mask_token_id": 260, "eos_token_id": 257}
+    architecture = {"architectures": ["LLaDA22MoeModelLM"]}
+    monkeypatch.setitem(SHAPES, "tiny-llada2.2", config | special | architecture)
+    green = gate.Verdict(True, "LLaDA2.2 is not what a gate decodes.", {})
+    monkeypatch.setattr(gate, "check", lambda *_: green)
+    lengths = ["--input-len", "32", "--output-len", "64", "--rounds", "1"]
+    command = ["bench", "throughput", "--shapes", "tiny-llada2.2", *lengths]
+    assert cli.main([*command, "--tokens-per-forward", "4", *QUICK]) == 0
+    (row,) = line_of(capsys.readouterr().out)["served"]
+    assert row["canvas"] == 64 and row["tokens_per_forward"] == 4

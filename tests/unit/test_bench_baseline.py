@@ -94,16 +94,18 @@ def test_vllm_takes_the_shapes_and_their_autoregressive_models(
 ) -> None:
     """Without loading anything: ours resolved by our hook, the autoregressive one by vLLM alone."""
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
-    decode: dict[str, object] = {"canvas_length": 32}
     shapes = SHAPES[name]
-    # RND1's text is one block, and I-DLM has a strategy of its own.
-    if shapes["model_type"] != "rnd1" and shapes.get("block_size") != 1:
-        decode |= {"strategy": "block_diffusion", "block_length": 16}
+    block = 32 if shapes.get("expert_capacity") else 16
+    decode: dict[str, object] = {"canvas_length": 2 * block}
+    # RND1's text is one block; I-DLM and WeDLM have strategies of their own.
+    others = shapes["model_type"] in ("rnd1", "wedlm")
+    if not others and shapes.get("block_size") != 1:
+        decode |= {"strategy": "block_diffusion", "block_length": block}
     folder = write_config(shapes, tmp_path / "ours")
     ours = EngineArgs(
         folder, additional_config={"dllm": decode}, **dummy
     ).create_engine_config()
-    assert get_decode_config(ours).canvas_length == 32
+    assert get_decode_config(ours).canvas_length == 2 * block
     config = ours.model_config
     sizes = Sizes.of(shapes)
     assert (config.get_head_size(), config.get_vocab_size()) == (
