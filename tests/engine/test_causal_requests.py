@@ -15,6 +15,7 @@ from engines import (
     token_ids,
 )
 from grammar_requests import wish
+from test_watched import check_frames
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("nemotron", {"strategy": "block_diffusion", "block_length": 8}),
@@ -42,6 +43,10 @@ def served(request: pytest.FixtureRequest, room: EngineRoom) -> Iterator[Served]
     ids = llm.get_tokenizer().convert_tokens_to_ids(list(ascii_lowercase))
     prompt = [ids[letter - 64] for letter in letters(15, 4)]
     yield Served(llm, ids, prompt, family == "llada2.2")
+
+
+def test_frames_alter_no_text(served: Served) -> None:
+    check_frames(served.llm)
 
 
 def test_several_texts_have_seeds_that_count_up(served: Served) -> None:
