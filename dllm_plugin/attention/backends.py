@@ -22,6 +22,8 @@ TRITON_ATTN = AttentionBackendEnum.TRITON_ATTN
 HEAD_SIZES = (32, 64, 128)
 PAGE_UNIT = 16
 FLOAT8_CACHES = ("fp8", "fp8_e4m3")
+# vLLM's most splits of a context in graphs.
+DEFAULT_SPLITS = AttentionConfig.flash_attn_max_num_splits_for_cuda_graph
 # What `diffuplug doctor` prints for each value of `kv_cache_layout`.
 REASONS = {
     "auto": "auto: vLLM's own; on Hopper GPUs with FlashAttention 3 nothing faster on the whole "
@@ -170,10 +172,26 @@ def set_graph_backend(vllm_config: VllmConfig) -> None:
     asked = attention.backend
     version = flash_version(vllm_config)
     attention.backend = backend_under_full_graphs(vllm_config, version)
+    set_splits(vllm_config)
     if asked is None:
         logger.info(
             "Attention backend %s under full CUDA graphs.", attention.backend.name
         )
+
+
+def set_splits(vllm_config: VllmConfig) -> None:
+    """Let FlashAttention split no context of float8 keys, unless the user set another number.
+
+    It splits by load and rounds probabilities to float8 by split, so that answers would depend on
+    their neighbours.
+    """
+    attention = vllm_config.attention_config
+    if (
+        attention.backend == FLASH_ATTN
+        and vllm_config.cache_config.cache_dtype in FLOAT8_CACHES
+        and attention.flash_attn_max_num_splits_for_cuda_graph == DEFAULT_SPLITS
+    ):
+        attention.flash_attn_max_num_splits_for_cuda_graph = 1
 
 
 def backend_under_full_graphs(

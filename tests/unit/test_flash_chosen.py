@@ -137,6 +137,37 @@ def test_float8_keys(
 
 
 @pytest.mark.parametrize(
+    ("cache", "backend", "given", "splits"),
+    [
+        ("fp8", FLASH, 32, 1),
+        ("fp8_e4m3", FLASH, 32, 1),
+        ("fp8", FLASH, 16, 16),
+        ("fp8", TRITON, 32, 32),
+        ("auto", FLASH, 32, 32),
+    ],
+)
+def test_contexts_of_float8_keys_are_not_split(
+    cache: Any,
+    backend: AttentionBackendEnum,
+    given: int,
+    splits: int,
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless the user sets another number than vLLM's own, 32."""
+    config = config_with_graphs(checkpoints)
+    attention = config.attention_config
+    config.cache_config.cache_dtype = cache
+    attention.backend = backend
+    attention.flash_attn_max_num_splits_for_cuda_graph = given
+    monkeypatch.setattr(choice, "can_capture", lambda config: True)
+    monkeypatch.setattr(choice, "flash_version", lambda config: 3)
+    for _ in range(2):
+        choice.set_graph_backend(config)
+    assert attention.flash_attn_max_num_splits_for_cuda_graph == splits
+
+
+@pytest.mark.parametrize(
     ("name", "cache", "scheme", "warned"),
     [
         ("dream", "fp8", None, True),
