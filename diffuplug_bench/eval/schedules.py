@@ -23,6 +23,7 @@ from diffuplug_bench.options import whole_numbers
 from diffuplug_bench.problems import last_number
 from diffuplug_bench.word_problems.generator import eval_seeds, problem
 from dllm_plugin import default_model
+from dllm_plugin.commands.models import check_decoding
 from dllm_plugin.commands.offline import add_adapter, stop_engine
 from dllm_plugin.commands.options import text_of
 
@@ -49,6 +50,16 @@ def read_widths(text: str | None) -> list[int]:
         return []
     refusal = "--schedule must be widths of at least 1, as in 32,16,8"
     return whole_numbers(text, refusal)[::-1]
+
+
+def set_widths(options: dict[str, Any], widths: list[int]) -> None:
+    """Let an engine take these widths. Raises ValueError if it cannot."""
+    dllm = options["additional_config"]["dllm"]
+    if widths:
+        dllm |= {"adaptive": "throughput", "max_window": max(widths)}
+        if options["model"] == default_model.path():
+            add_adapter(dllm)
+        check_decoding(options["model"], dllm)
 
 
 def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
@@ -81,11 +92,6 @@ def run(
     """Decode all questions, at each width if there are some; print a table and one JSON line."""
     from dllm_plugin.commands.phases import screen
 
-    if widths:
-        dllm = options["additional_config"]["dllm"]
-        dllm |= {"adaptive": "throughput", "max_window": max(widths)}
-        if options["model"] == default_model.path():
-            add_adapter(dllm)
     scores: dict[int | str, Score] = {}
     with screen(verbose) as shown:
         llm = start_in_process(options, shown.log)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from diffuplug_bench.eval.report import reports_folder
 from dllm_plugin.commands.models import resolve
 from dllm_plugin.commands.offline import engine_options, spin_briefly
 from dllm_plugin.commands.options import (
@@ -62,16 +63,20 @@ def run(arguments: Sequence[str]) -> int:
         spin_briefly()
     of_any_model = args.schedule is not None or args.questions is not None
     options = engine_options(args) if of_any_model else {}
-    # After the checks, for these load torch.
-    from diffuplug_bench.eval import every_policy, refreshes, schedules, scores
-
     if of_any_model:
+        from diffuplug_bench.eval import schedules
+
         widths = schedules.read_widths(args.schedule)
         questions = schedules.read_questions(args.questions, args.limit)
         if args.head_quantization is not None:
             dllm = options["additional_config"]["dllm"]
             dllm["head_quantization"] = args.head_quantization
+        schedules.set_widths(options, widths)
         return schedules.run(options, widths, questions, args.verbose)
+    if args.all or args.refreshes:
+        reports_folder(args.output)
+    from diffuplug_bench.eval import every_policy, refreshes, scores  # imports torch
+
     if args.all:
         return every_policy.run(args.limit, args.dtype, args.output, args.verbose)
     if args.refreshes:

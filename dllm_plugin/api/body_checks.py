@@ -1,4 +1,7 @@
-"""Refuse bodies that vLLM's own checks answer with an internal error: ASGI middleware."""
+"""Refuse bodies that vLLM's own checks answer with an internal error: ASGI middleware.
+
+What pydantic refuses gets one sentence, too, in place of its list of errors.
+"""
 
 import dataclasses
 import json
@@ -8,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.datastructures import State
+from starlette.datastructures import MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
@@ -24,7 +27,7 @@ from dllm_plugin.config.request.structured_outputs import (
     check_expressions,
     field_of,
 )
-from dllm_plugin.config.validation import shown
+from dllm_plugin.config.validation import did_you_mean, shown
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
@@ -32,6 +35,26 @@ OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 # Where tools have a schema: of chats, of responses and of messages.
 OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
 OBJECTS = ("structured_outputs", "stream_options")
+LISTS = {"messages": "a list of at least one message", "tools": "a list"}
+OTHER_TEXTS = {
+    "prompt",
+    "text",
+    "parts",
+    "draft",
+}  # of bodies whose messages may be null
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+OF_OUTPUTS = [
+    field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init
+]
+# vLLM's list of pydantic's errors: in a reply, and one of its lines.
+LISTED = re.compile(rb'"message":"\d+ validation error')
+ERROR = re.compile(
+    r"""'loc': '(?P<loc>[^']*)', 'msg': (?P<q>['"])(?P<msg>.*?)(?P=q), 'input'"""
+)
+REASON = re.compile(r"""'ctx': {'error': (['"])(.*?)\1}""")
+RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
+PARAMETER = re.compile(r" \(parameter=.*\)$")
+OBJECT = re.compile(r"a valid dictionary.*")
 REFUSAL = "refusal"
 GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tool_choice)"|"text"\s*:\s*\{'
@@ -42,6 +65,7 @@ OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
 Verifier = Callable[[SamplingParams, str], None]
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
+    rb'|"(?:messages|tools)"\s*:\s*[^\s\[]'
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
 # A string that never ends is one match, or each of its quotes would be tried.
@@ -81,7 +105,94 @@ class BodyChecks:
         async def replayed() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self.app(scope, replayed, send)
+        await self.app(scope, replayed, _told_plainly(send, body))
+
+
+def _told_plainly(send: Send, body: bytes) -> Send:
+    """Return a sender that replaces a list of pydantic's errors by one sentence."""
+    held: list[Message] = []
+
+    async def sent(message: Message) -> None:
+        if not held and message.get("status") != HTTPStatus.BAD_REQUEST:
+            await send(message)
+            return
+        held.append(message)
+        if len(held) == 1 or message.get("more_body"):
+            return
+        reply = b"".join(part.get("body", b"") for part in held)
+        reply = _reworded(reply, body)
+        MutableHeaders(scope=held[0])["content-length"] = str(len(reply))
+        await send(held[0])
+        await send({"type": "http.response.body", "body": reply})
+        held.clear()
+
+    return sent
+
+
+def _reworded(reply: bytes, body: bytes) -> bytes:
+    """Return a reply with one sentence for a list of pydantic's errors; others as they are."""
+    if not LISTED.search(reply[:200]):
+        return reply
+    content = json.loads(reply)
+    content["error"]["message"] = sentence_of(content["error"]["message"], body)
+    return bytes(JSONResponse(content).body)
+
+
+def sentence_of(errors: str, body: bytes) -> str:
+    """Return a sentence for pydantic's errors, as vLLM lists them: a line with one each.
+
+    Of the types that a field may have, that which reads most of the value counts.
+    """
+    lines = errors.split("\n")[1:]
+    found = [entry for line in lines if (entry := ERROR.search(line))]
+    if not found:
+        return " ".join(lines).strip() or "The body is not valid."
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        fields = None
+    best = max(found, key=lambda entry: len(_known_steps(entry["loc"], fields)))
+    said = best["msg"].replace("\\'", "'")
+    names = _known_steps(best["loc"], fields)
+    name = ".".join(names) or "The body"
+    if said == "JSON decode error":
+        why = REASON.search(errors)
+        place = best["loc"].removeprefix("body.")
+        return f"The body is no JSON: {why[2] if why else said}, at character {place}."
+    if said == "Field required":
+        last = best["loc"].removeprefix("body").split(".")[-1]
+        return f"{'.'.join([*names, last]) or 'The body'} is missing: give it."
+    for start in ("Value error, ", "Assertion failed, "):
+        if said.startswith(start):
+            return PARAMETER.sub("", said.removeprefix(start))
+    rules = []
+    for entry in found:
+        rule = RULE.search(entry["msg"].replace("\\'", "'"))
+        if rule and _known_steps(entry["loc"], fields) == names:
+            rules.append(OBJECT.sub("an object", rule[1]).replace("a valid ", "a "))
+    value = shown(_at_steps(fields, names))
+    if not rules:
+        return f"{name}: {said}, got {value}."
+    allowed = " or ".join(dict.fromkeys(rules)).replace("a integer", "an integer")
+    return f"{name} must {allowed}, got {value}.".replace(" or be ", " or ")
+
+
+def _known_steps(place: str, fields: Any) -> list[str]:
+    """Return the steps of a place that lead into a body: pydantic's name types, too."""
+    steps: list[str] = []
+    for step in place.removeprefix("body").split("."):
+        value = _at_steps(fields, steps)
+        is_place = isinstance(value, list) and step.isdecimal()
+        is_name = isinstance(value, dict) and step in value
+        if is_name or (is_place and int(step) < len(value)):
+            steps.append(step)
+    return steps
+
+
+def _at_steps(value: Any, steps: list[str]) -> Any:
+    for step in steps:
+        value = value[int(step) if isinstance(value, list) else step]
+    return value
 
 
 def check_body(body: bytes) -> None:
@@ -90,7 +201,12 @@ def check_body(body: bytes) -> None:
     Such a body is in UTF-16, is nested too deep, or has a field of a wrong type, half of a
     surrogate pair, or a number beyond 64 bits.
     """
-    if b"\0" in body[:4] or body.startswith((b"\xff\xfe", b"\xfe\xff")):
+    try:
+        body.decode(errors="surrogatepass")
+        is_utf8 = b"\0" not in body[:4]
+    except UnicodeDecodeError:
+        is_utf8 = False
+    if not is_utf8:
         raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
     if body.count(b"[") + body.count(b"{") > DEEPEST:
         _check_depth(body)
@@ -108,6 +224,12 @@ def check_body(body: bytes) -> None:
             raise ValueError(
                 f"{name} must be an object, got {shown(value)}: see the API's fields."
             )
+    for name, words in LISTS.items():
+        value = fields.get(name)
+        is_open = value is None and (name != "messages" or fields.keys() & OTHER_TEXTS)
+        if name in fields and not is_open and not isinstance(value, list):
+            raise ValueError(f"{name} must be {words}, got {shown(value)}.")
+    _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
     if isinstance(_at(fields, "tool_choice", "function"), dict):
         _check_tools(fields.get("tools"))
@@ -119,6 +241,24 @@ def check_body(body: bytes) -> None:
             is_large = isinstance(leaf, int) and not SMALLEST <= leaf <= LARGEST
             if is_large and name not in OF_SCHEMAS:
                 raise ValueError(f"{name} must fit in 64 bits, got {shown(leaf)}.")
+
+
+def _check_outputs(asked: dict[str, Any] | None) -> None:
+    """Raise ValueError for an unknown field, and for none or several kinds of grammar."""
+    if asked is None:
+        return
+    for name in asked:
+        if name not in OF_OUTPUTS:
+            raise ValueError(
+                f"structured_outputs has no field {shown(name)}"
+                f"{did_you_mean(name, OF_OUTPUTS)}; known: {', '.join(OF_OUTPUTS)}."
+            )
+    given = [name for name in KINDS if asked.get(name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"structured_outputs needs one of {', '.join(KINDS)}, got "
+            f"{' and '.join(given) or 'none'}."
+        )
 
 
 def _check_depth(body: bytes) -> None:
@@ -158,11 +298,7 @@ def _check_input(items: Any) -> None:
 
 def _check_tools(tools: Any) -> None:
     """Raise ValueError for tools among which vLLM cannot look for the chosen one."""
-    if tools is None:
-        return
-    if not isinstance(tools, list):
-        raise ValueError(f"tools must be a list, got {shown(tools)}.")
-    for tool in tools:
+    for tool in tools or ():
         if _at(tool, "function", "name") is None:
             raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, StrictBool, StrictInt, StrictStr, model_validator
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 from vllm.utils import random_uuid
 
 from dllm_plugin.config.request.checks import check_length, no_template
-from dllm_plugin.config.validation import shown
+from dllm_plugin.config.validation import did_you_mean, shown
 from dllm_plugin.infilling.gaps import beginning
 from dllm_plugin.infilling.lengths import Scoring
 
@@ -125,18 +125,33 @@ SAMPLES, SEED = 128, 0  # of monte_carlo, where the call names none
 MOST_SEED = 2**63 - 1
 
 
-class Pair(BaseModel):
+class Strict(BaseModel):
+    """Describe an object without other fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unknown(cls, body: Any) -> Any:
+        """Raise ValueError naming a field that is unknown, and the nearest one."""
+        known = list(cls.model_fields)
+        for name in body if isinstance(body, dict) else ():
+            if name not in known:
+                raise ValueError(
+                    f"There is no field {shown(name)}{did_you_mean(name, known)}; known: "
+                    f"{', '.join(known)}."
+                )
+        return body
+
+
+class Pair(Strict):
     """Describe a text whose end is scored: both fields are texts, or both are token ids."""
 
-    model_config = ConfigDict(extra="forbid")
     context: StrictStr | list[StrictInt] = ""
     continuation: StrictStr | list[StrictInt]
 
 
-class LikelihoodRequest(BaseModel):
+class LikelihoodRequest(Strict):
     """Describe the body of a call."""
 
-    model_config = ConfigDict(extra="forbid")
     model: StrictStr | None = None
     pairs: list[Pair]
     method: StrictStr = "monte_carlo"

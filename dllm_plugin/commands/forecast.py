@@ -2,17 +2,19 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.acceptance import tokens_per_forward
 from dllm_plugin.decoding.step_costs import MeasuredCosts, StepCosts
 from dllm_plugin.decoding.widths import WidthController, choose, widths_between
 
 from .options import flag_of, given
+
+if TYPE_CHECKING:  # which imports vLLM
+    from dllm_plugin.config.decode import DecodeConfig
 
 EXAMPLE, CONTEXT = "0.9:2.5", 1024
 WINDOWS = ("min_window", "max_window")
@@ -44,7 +46,7 @@ def read_load(args: argparse.Namespace) -> Load | None:
         raise ValueError(
             f"--step-ms must be a time in milliseconds, got {args.step_ms}"
         )
-    p0, lam = read_acceptance(args.acceptance or EXAMPLE)
+    p0, lam = read_acceptance(EXAMPLE if args.acceptance is None else args.acceptance)
     return Load(args.requests, args.context or CONTEXT, p0, lam, args.step_ms)
 
 
@@ -97,7 +99,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    config: DecodeConfig,
+    config: "DecodeConfig",
     load: Load,
     costs: StepCosts,
     allowed: Mapping[int, Sequence[bool]] | None = None,

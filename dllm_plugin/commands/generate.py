@@ -105,6 +105,8 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
         check_unread_schema(f"--json-schema {args.json_schema}", schema)
         return {"json": schema}
     if args.regex is not None:
+        if not args.regex:
+            raise ValueError("--regex is empty: write an expression, or leave it out")
         from dllm_plugin.config.grammar_refusals import check_unread_regex
 
         check_unread_regex("--regex", args.regex)

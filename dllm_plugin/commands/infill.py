@@ -28,6 +28,7 @@ from dllm_plugin.infilling.lengths import (
 )
 
 from .generate import summary
+from .models import check_fits, is_elsewhere, read_config
 from .offline import (
     conversation,
     engine_options,
@@ -35,7 +36,7 @@ from .offline import (
     start_engine,
     stop_engine,
 )
-from .options import add_model_options, add_sampling, add_verbose
+from .options import add_model_options, add_sampling, add_verbose, given
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -61,12 +62,15 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
-    args.strategy = args.strategy or STRATEGY
+    args.strategy = given(args, ("strategy",)).get("strategy", STRATEGY)
     parts = parts_of_text(args.text)
     if not sees_both_sides(args.strategy):
         why = needs_full_attention("a gap", args.strategy)
         raise ValueError(f"{why} Use --strategy {' or '.join(FULL_ATTENTION)}.")
     options = engine_options(args)
+    if not is_elsewhere(options["model"]):
+        lengths = [max(part, default=0) for part in parts if not isinstance(part, str)]
+        check_fits("[MASK:n]", max(lengths), read_config(options["model"]))
     from dllm_plugin.config.decode import get_decode_config
 
     from .phases import screen

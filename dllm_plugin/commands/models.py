@@ -17,9 +17,16 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from dllm_plugin.config.options import Options
+from dllm_plugin.config.adaptive import check_adaptive, check_floating
+from dllm_plugin.config.options import REQUEST_FIELDS, Options
+from dllm_plugin.config.request.arguments import refuse_names, refuse_unread
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
-from dllm_plugin.decoding.families import FAMILIES, check_strategy
+from dllm_plugin.decoding.families import (
+    FAMILIES,
+    check_policy_name,
+    choose_strategy,
+    surely_unread,
+)
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
@@ -41,6 +48,9 @@ SIZES = (
     *("num_attention_heads", "num_hidden_layers", "vocab_size"),
 )
 POSITIVE = WholeNumber(1, open=True)
+CONTEXTS = ("max_position_embeddings", "max_sequence_length")
+OF_ROPE = ("rope_scaling", "rope_parameters")
+OF_POSITIONS = ("canvas_length", "block_length", "window", "max_window", "min_window")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -170,29 +180,55 @@ def check_served(model: str, options: dict[str, Any]) -> None:
 def check_decoding(model: str, options: dict[str, Any]) -> None:
     """Raise ValueError for a strategy, policy or option that the model's family does not have.
 
-    What depends on the context, or on widths by load, the engine checks.
+    What depends on widths by load the engine checks.
     """
     for adapter in ("lora_path", "draft_adapter"):
         check_adapter_folder(adapter, options.get(adapter) or "")
     if not options or is_elsewhere(model):
         return
-    architecture = str(architecture_of(read_config(model)))
+    config = read_config(model)
+    architecture = str(architecture_of(config))
     if architecture not in FAMILIES:
         return
+    for name in OF_POSITIONS:
+        check_fits(name, options.get(name), config)
     family = FAMILIES[architecture]
-    strategy = options.get("strategy", "auto")
-    check_strategy(strategy, family)
-    from dllm_plugin.config.adaptive import check_adaptive
-    from dllm_plugin.config.request.arguments import refuse_unread
-    from dllm_plugin.decoding.methods import check_policy, choose_method
+    adapted = bool(options.get("lora_path"))
+    strategy, _ = choose_strategy(options.get("strategy", "auto"), family, adapted)
+    check_floating(Options.from_user(options), strategy)
+    policy, floats = (
+        options.get("policy", "auto"),
+        options.get("adaptive", "off") != "off",
+    )
+    if not floats:
+        check_policy_name(policy, strategy, family)
+        unread = surely_unread(strategy, family)
+        refuse_names(options, unread, strategy, architecture)
+    if not floats and not set(options) & set(REQUEST_FIELDS):
+        return
+    # Imports torch, for what only the table of methods knows.
+    from dllm_plugin.decoding.methods import METHODS, check_policy
 
-    method, _ = choose_method(strategy, family, bool(options.get("lora_path")))
-    if options.get("adaptive", "off") != "off":
+    method = METHODS[strategy, family.name]
+    if floats:
         check_adaptive(Options.from_user(options), method, family, "threshold")
         return
-    if (policy := options.get("policy", "auto")) != "auto":
+    if policy != "auto":
         check_policy(method, policy, family)
     refuse_unread(options, method, architecture)
+
+
+def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:
+    """Raise ValueError for more positions than a model has, if its configuration tells."""
+    lengths = [config[key] for key in CONTEXTS if isinstance(config.get(key), int)]
+    scaled = any("factor" in (config.get(key) or ()) for key in OF_ROPE)
+    if not lengths or scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        return
+    if positions is not None and positions > max(lengths):
+        raise ValueError(
+            f"{name} {positions} is longer than the context of {max(lengths)} tokens: "
+            "lower it."
+        )
 
 
 def check_adapter_folder(option: str, folder: str) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dllm_plugin.config.options import OPTIONS, Options
+from dllm_plugin.config.options import MAX_POSITIONS, OPTIONS, Options
 from dllm_plugin.config.validation import (
     Choice,
     Flag,
     Text,
     did_you_mean,
+    shown,
 )
 
 # Options of decoding that every command with an engine takes.
@@ -157,7 +158,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def add_memory_share(parser: Any) -> None:
     """Add the option that a CPU with little free memory needs."""
     words = "as in vLLM; on a CPU, the share of its memory"
-    add_value(parser, "--gpu-memory-utilization", "SHARE", words, type=float)
+    add_value(parser, "--gpu-memory-utilization", "SHARE", words, type=share)
 
 
 def add_dtype(parser: Any) -> None:
@@ -183,7 +184,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("sampling")
     words = "0 is greedy (default: 0)"
     add_value(group, "--temperature", "T", words, type=temperature, default=0.0)
-    add_value(group, "--seed", "N", "of random numbers", type=int)
+    add_value(group, "--seed", "N", "of random numbers", type=seed)
     return group
 
 
@@ -216,10 +217,24 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Return a whole number of at least 1. Raises ArgumentTypeError for smaller ones."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    return _whole(text, 1, MAX_POSITIONS)
+
+
+def seed(text: str) -> int:
+    """Return a number that seeds a request. Raises ArgumentTypeError for others."""
+    return _whole(text, -(2**63), 2**63 - 1)
+
+
+def _whole(text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if low <= value <= high:
+        return value
+    raise argparse.ArgumentTypeError(
+        f"must be a whole number from {low} to {high}, got {shown(text)}"
+    )
 
 
 def number(text: str) -> float:

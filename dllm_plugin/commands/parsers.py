@@ -26,6 +26,7 @@ from .options import (
     add_switch,
     add_value,
 )
+from .verify import PROMPTS, read_prompts
 
 LEVEL = "VLLM_LOGGING_LEVEL"
 FAILED, WRONG_OPTIONS = 1, 2
@@ -223,20 +224,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    engine_options(args)  # refuses wrong ones before vLLM is imported
-    from .verify import command
+    options = engine_options(args)
+    texts = read_prompts(args.prompts or PROMPTS)[: args.limit]
+    from .verify import command  # imports vLLM
 
-    return command.run(args)
+    return command.run(args, options, texts)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
     options = engine_options(args, check_files)
-    with collecting_later():
-        from . import doctor, forecast
+    from . import forecast
 
-        config = options["additional_config"]
-        config["dllm"] = forecast.with_widths(args, config["dllm"])
-        return doctor.run(options, forecast.read_load(args))
+    config = options["additional_config"]
+    config["dllm"] = forecast.with_widths(args, config["dllm"])
+    load = forecast.read_load(args)
+    with collecting_later():
+        from . import doctor
+
+        return doctor.run(options, load)
 
 
 def _run_extension(args: argparse.Namespace) -> int:

@@ -19,7 +19,14 @@ from dllm_plugin import default_model
 from dllm_plugin.config.options import OPTIONS, Options
 from dllm_plugin.config.validation import did_you_mean
 
-from .models import check_decoding, check_folder, check_served, is_elsewhere, resolve
+from .models import (
+    check_decoding,
+    check_folder,
+    check_quantization,
+    check_served,
+    is_elsewhere,
+    resolve,
+)
 from .offline import BUNDLED_MEMORY, add_adapter, spin_briefly
 from .options import (
     DECODE_OPTIONS,
@@ -153,6 +160,9 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
         check_decoding(model, section)
+    for option in ("--quantization", "-q"):
+        if (name := value_of(rest, option)) is not None:
+            check_quantization(name)
     check_named_files(rest)
     check_port(rest)
     if section:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.decoding.families import Family
-from dllm_plugin.decoding.method import Method
+from dllm_plugin.decoding.families import FULL_ATTENTION, Family
 
 from .options import Options
 from .validation import shown
 
-if TYPE_CHECKING:  # which imports vLLM, and commands check options before
+if TYPE_CHECKING:  # commands check options before vLLM and torch are imported
+    from dllm_plugin.decoding.method import Method
+
     from .decode import DecodeConfig
 
 CONTRACT = (
@@ -34,11 +35,8 @@ UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4
 PARTS = 4  # blocks of a default window, if several blocks may be denoised at once
 
 
-def check_adaptive(
-    options: Options, method: Method, family: Family, default_policy: str
-) -> None:
-    """Refuse options that conflict with `adaptive`, and windows without `adaptive`."""
-    asked = f"adaptive {options.adaptive!r}"
+def check_floating(options: Options, strategy: str) -> None:
+    """Refuse windows without `adaptive`, and `adaptive` under full attention."""
     if options.adaptive == "off":
         for name in ("min_window", "max_window"):
             if getattr(options, name) is not None:
@@ -46,13 +44,33 @@ def check_adaptive(
                     f"{name} {getattr(options, name)} has no effect with adaptive 'off': leave it "
                     "out, or set adaptive to 'throughput' or 'balanced'."
                 )
-        return
-    if method.full_attention:
+    elif strategy in FULL_ATTENTION:
         raise ValueError(
-            f"{asked} needs a strategy that attends from block to block, not {method.strategy!r}, "
-            "under which nothing that is decided has final keys: set strategy to 'd2f' or "
-            "'block_diffusion', or leave adaptive out."
+            f"adaptive {options.adaptive!r} needs a strategy that attends from block to block, not "
+            f"{strategy!r}, under which nothing that is decided has final keys: set strategy to "
+            "'d2f' or 'block_diffusion', or leave adaptive out."
         )
+
+    if options.min_window is not None and options.max_window is not None:
+        _check_order(options.min_window, options.max_window)
+
+
+def _check_order(narrowest: int, widest: int) -> None:
+    if narrowest > widest:
+        raise ValueError(
+            f"min_window {narrowest} is wider than max_window {widest}: lower min_window or raise "
+            "max_window."
+        )
+
+
+def check_adaptive(
+    options: Options, method: "Method", family: Family, default_policy: str
+) -> None:
+    """Refuse options that conflict with `adaptive`, and windows without `adaptive`."""
+    check_floating(options, method.strategy)
+    if options.adaptive == "off":
+        return
+    asked = f"adaptive {options.adaptive!r}"
     if method.inserts:
         raise ValueError(
             f"{asked} is not served for {family.title} models, whose blocks delete and insert "
@@ -86,7 +104,7 @@ def check_adaptive(
 
 
 def windows(
-    options: Options, method: Method, family: Family, block: int, canvas: int
+    options: Options, method: "Method", family: Family, block: int, canvas: int
 ) -> tuple[int, int]:
     """Return the narrowest and the widest window; zeros if canvases do not float."""
     if not method.floats:
@@ -103,11 +121,7 @@ def windows(
     untrained = method.untrained and not options.lora_path
     least = UNTRAINED_WINDOW if untrained else TRAINED_WINDOW
     narrowest = min(least, widest) if options.min_window is None else options.min_window
-    if narrowest > widest:
-        raise ValueError(
-            f"min_window {narrowest} is wider than max_window {widest}: lower min_window or raise "
-            "max_window."
-        )
+    _check_order(narrowest, widest)
     if narrowest == 1 and not family.logits_shift:
         raise ValueError(
             f"min_window 1 brings half a token a forward on {family.title} models, whose logits "

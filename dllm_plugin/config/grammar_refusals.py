@@ -29,6 +29,13 @@ REASONS = (
     (r"for integer range", "a bound beyond 64 bits"),
 )
 MOST_SHOWN = 200  # characters of a reason
+# What vLLM 0.32 does not give to xgrammar, which would ignore it.
+OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains")
+FORMATS = (
+    *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname"),
+    *("uuid", "uri", "uri-reference", "uri-template", "json-pointer"),
+    "relative-json-pointer",
+)
 
 
 def refusal_of(field: str, error: object) -> str:
@@ -42,8 +49,8 @@ def refusal_of(field: str, error: object) -> str:
         words = text.removeprefix("Grammar error: ").partition("\n")[0]
         reason = f"an error ({words})"
     return (
-        f"{field} has {reason[:MOST_SHOWN]}: no backend of this server reads that, so write it "
-        "without."
+        f"{field} has {reason[:MOST_SHOWN]}: neither xgrammar nor guidance reads that, so "
+        "write it without."
     )
 
 
@@ -83,7 +90,9 @@ def check_unread_regex(field: str, text: str) -> None:
     """Raise ValueError for an expression that neither backend compiles."""
     check_regex(field, text)
     error = LLMatcher.validate_grammar(llguidance.grammar_from("regex", text), None)
-    if error and not _is_read_by_xgrammar("regex", text):
+    if not error:
+        return
+    if not _is_read_by_python(text) or not _is_read_by_xgrammar("regex", text):
         raise ValueError(refusal_of(field, error))
 
 
@@ -93,8 +102,51 @@ def check_unread_schema(field: str, schema: Any) -> None:
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None)
     if not error:
         return
-    if loose_keyword(schema) or not _is_read_by_xgrammar("json", json.dumps(schema)):
+    is_others = loose_keyword(schema) or is_for_others(schema)
+    if is_others or not _is_read_by_xgrammar("json", json.dumps(schema)):
         raise ValueError(refusal_of(field, error))
+
+
+def is_for_others(schema: Any) -> bool:
+    """Return whether vLLM asks other backends than xgrammar about a schema; imports no vLLM."""
+    if isinstance(schema, list):
+        return any(map(is_for_others, schema))
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    names = schema.get("propertyNames")
+    beside = {"patternProperties", "properties"} & set(schema)
+    found = ["multipleOf" in schema and ("integer" in kinds or "number" in kinds)]
+    if "array" in kinds:
+        found.append(any(name in schema for name in OF_ARRAYS))
+    if "string" in kinds:
+        found += [schema.get("format", "uuid") not in FORMATS, _is_bounded(schema)]
+    if "object" in kinds and "propertyNames" in schema:
+        found += [bool(beside), isinstance(names, dict) and _is_bounded(names)]
+        found.append(schema.get("unevaluatedProperties", True) is not True)
+    if "object" in kinds and isinstance(
+        patterns := schema.get("patternProperties"), dict
+    ):
+        found.append(len(beside) > 1 or len(patterns) > 1)
+    parts = schema.get("allOf")
+    found.append(isinstance(parts, list) and len(parts) > 1)
+    return any(found) or any(map(is_for_others, schema.values()))
+
+
+def _is_bounded(schema: dict[str, Any]) -> bool:
+    """Return whether a schema bounds the length of a text that has a form."""
+    has_form = "pattern" in schema or "format" in schema
+    return has_form and ("minLength" in schema or "maxLength" in schema)
+
+
+def _is_read_by_python(text: str) -> bool:
+    """Return whether an expression is one at all, as far as Python can tell without torch."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError):
+        return False
+    return True
 
 
 def _is_read_by_xgrammar(kind: str, text: str) -> bool:

@@ -205,7 +205,7 @@ class Options(Numbers):
     )
     block_length: int | None = option(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Positions of a block.",
         words="what the model was trained with, else 32; Dream in `semi_autoregressive`: the "
         "canvas",
@@ -213,14 +213,14 @@ class Options(Numbers):
     )
     window: int | None = option(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Positions of the window.",
         words="16",
         request=True,
     )
     max_active_blocks: int | None = number(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Blocks of a request that are denoised at once.",
         words="`d2f`: what fits the canvas, at least 8; else 1",
         off=(1,),
@@ -238,7 +238,7 @@ class Options(Numbers):
     )
     canvas_length: int | None = option(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Positions of the canvas.",
         words="full attention 256, `d2f` the larger of 128 and four blocks, `block_diffusion` "
         "the active blocks and one more (Fast-dLLM v2: one block)",
@@ -250,13 +250,13 @@ class Options(Numbers):
     )
     min_window: int | None = option(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Fewest positions that `adaptive` may choose.",
         words="8; trained by blocks or with an adapter: 4",
     )
     max_window: int | None = option(
         None,
-        WholeNumber(1, open=True),
+        WholeNumber(1, MAX_POSITIONS, open=True),
         "Most positions that `adaptive` may choose.",
         words="`d2f`: four blocks; else a block",
     )
@@ -290,7 +290,7 @@ class Options(Numbers):
     )
     commit_alone_from: int | None = option(
         None,
-        WholeNumber(0, open=True),
+        WholeNumber(0, MAX_POSITIONS, open=True),
         "Running requests from which `block_diffusion` takes single-block steps; 0: never.",
         words="where it pays",
         debug=True,

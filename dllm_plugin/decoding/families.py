@@ -3,6 +3,7 @@
 Name strategies and policies, and say what decodes what: the command line must not import torch.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -221,6 +222,53 @@ POLICY_NAMES = (
 FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 # Strategies for which the bundled model takes its adapter.
 ADAPTED_STRATEGIES = (D2F,)
+# What commands refuse before torch is imported: policies of a strategy, by family or ("") for all
+# others. The table of methods outranks this.
+BY_SCHEDULE = ("low_confidence", "entropy", "topk_margin", "random")
+OF_LEFT = ("threshold", "factor", *BY_SCHEDULE)
+OF_GRID = (*OF_LEFT, "sequential")
+POLICIES_OF: dict[tuple[str, str], tuple[str, ...]] = {
+    (D2F, ""): ("threshold", "entropy", "topk_margin"),
+    (BLOCK_DIFFUSION, ""): OF_LEFT,
+    (BLOCK_DIFFUSION, "sdar"): OF_GRID,
+    (BLOCK_DIFFUSION, "dream_reasoner"): OF_GRID,
+    (BLOCK_DIFFUSION, "fast_dllm_v2"): OF_GRID,
+    (BLOCK_DIFFUSION, "llada2"): (*OF_GRID, "joint_threshold"),
+    (BLOCK_DIFFUSION, "llada22"): ("joint_threshold",),
+    (SELF_SPECULATION, ""): ("threshold",),
+    (INTROSPECTIVE, ""): ("sequential",),
+    (CAUSAL_WINDOW, ""): ("entropy",),
+    (SEMI_AUTOREGRESSIVE, ""): OF_LEFT,
+    (SEMI_AUTOREGRESSIVE, "dream"): (*OF_LEFT, "origin"),
+    (SEMI_AUTOREGRESSIVE, "rnd1"): ("entropy",),
+    (PREFIX_CACHE, ""): OF_LEFT,
+    (DUAL_CACHE, ""): OF_LEFT,
+}
+# Options that only these strategies, and only these families, read; () for any.
+ANY: tuple[str, ...] = ()
+OF_EDITS = ((BLOCK_DIFFUSION,), ("llada2", "llada22"))
+OF_LLADA_LOOPS = (FULL_ATTENTION, ("llada", "a2d"))
+READ_BY = {
+    **dict.fromkeys(
+        ("full_refresh_every", "refresh_before"), (FULL_ATTENTION[1:], ANY)
+    ),
+    **dict.fromkeys(("top_p", "top_k"), (FULL_ATTENTION, ("dream", "rnd1"))),
+    **dict.fromkeys(("window", "entropy_threshold"), ((CAUSAL_WINDOW,), ANY)),
+    **dict.fromkeys(("sub_block_length", "use_block_cache"), (ANY, ("fast_dllm_v2",))),
+    **dict.fromkeys(("editing_threshold", "max_post_steps"), OF_EDITS),
+    **dict.fromkeys(("logits_eos_inf", "confidence_eos_eot_inf"), OF_LLADA_LOOPS),
+    "position_penalty": ((CAUSAL_WINDOW,), ANY),
+    "suffix_window": (FULL_ATTENTION, ("llada", "dream", "a2d")),
+    "cfg_scale": ((SEMI_AUTOREGRESSIVE,), ("llada", "a2d")),
+    "alg_temp": (FULL_ATTENTION, ("dream",)),
+    "eps": ((BLOCK_DIFFUSION, *FULL_ATTENTION), ("dream",)),
+    "entropy_temperature": ((SEMI_AUTOREGRESSIVE,), ("rnd1",)),
+    "num_to_transfer": ((BLOCK_DIFFUSION,), ("llada2",)),
+    "max_active_blocks": ((D2F, BLOCK_DIFFUSION), ANY),
+    "block_add_threshold": ((D2F, BLOCK_DIFFUSION), ANY),
+    "decoded_token_threshold": ((D2F, BLOCK_DIFFUSION), ANY),
+    "steps": ((BLOCK_DIFFUSION, *FULL_ATTENTION), ANY),
+}
 
 
 def titles_of(strategy: str) -> str:
@@ -240,6 +288,64 @@ def check_strategy(strategy: str, family: Family) -> None:
             f"strategy {strategy!r} does not fit {family.name} models"
             f"{causal if family.absolute_grid else ''}; choose one of: {', '.join(known)}."
         )
+
+
+def choose_strategy(strategy: str, family: Family, adapted: bool) -> tuple[str, str]:
+    """Return a strategy, `auto` resolved, and why.
+
+    Raises ValueError if it does not fit the family. `adapted`: there is a D2F adapter.
+    """
+    check_strategy(strategy, family)
+    if strategy != "auto":
+        return strategy, f"strategy {strategy!r} was asked for"
+    known = [name for name in TAKEN_BY if family.name in TAKEN_BY[name]]
+    if family.absolute_grid:
+        why = f"{family.name} models are trained block by block"
+        return BLOCK_DIFFUSION, why
+    if SELF_SPECULATION in known:
+        return BLOCK_DIFFUSION, "it is the loop of the authors' chat"
+    if DUAL_CACHE not in known:
+        own = SEMI_AUTOREGRESSIVE if SEMI_AUTOREGRESSIVE in known else known[0]
+        return own, "it is the authors' own loop"
+    if adapted:
+        return D2F, "a D2F adapter is given"
+    return DUAL_CACHE, (
+        "no adapter is given: full attention with KV reuse; the authors' own loop is strategy "
+        "semi_autoregressive"
+    )
+
+
+def refuse_policy(
+    policy: str, strategy: str, family: Family, known: Iterable[str]
+) -> None:
+    """Raise ValueError unless a policy is known to a strategy of a family."""
+    if policy not in known:
+        raise ValueError(
+            f"policy {policy!r} has no meaning for strategy {strategy!r} on {family.name} "
+            f"models; choose one of: {', '.join(known)}."
+        )
+
+
+def check_policy_name(policy: str, strategy: str, family: Family) -> None:
+    """Raise ValueError for a policy of other strategies; the engine knows those of new ones."""
+    if not any(policy in names for names in POLICIES_OF.values()):
+        return
+    for name in (family.name, ""):
+        if (strategy, name) in POLICIES_OF:
+            refuse_policy(policy, strategy, family, POLICIES_OF[strategy, name])
+            return
+
+
+def surely_unread(strategy: str, family: Family) -> Iterator[str]:
+    """Yield options that a strategy does not read on a family."""
+    for name, (strategies, families) in READ_BY.items():
+        if (
+            strategies
+            and strategy not in strategies
+            or families
+            and family.name not in families
+        ):
+            yield name
 
 
 def sees_both_sides(strategy: str) -> bool:

@@ -45,7 +45,8 @@ from .families import (
     SELF_SPECULATION,
     SEMI_AUTOREGRESSIVE,
     Family,
-    check_strategy,
+    choose_strategy,
+    refuse_policy,
 )
 from .floating import plan_floating
 from .full_attention import (
@@ -321,30 +322,10 @@ def choose_method(strategy: str, family: Family, adapted: bool) -> tuple[Method,
 
     Raises ValueError if the strategy does not fit the family. `adapted`: there is a D2F adapter.
     """
-    known = methods_of(family)
-    if strategy in known:
-        return known[strategy], f"strategy {strategy!r} was asked for"
-    check_strategy(strategy, family)
-    if family.absolute_grid:
-        why = f"{family.name} models are trained block by block"
-        return known[BLOCK_DIFFUSION], why
-    if SELF_SPECULATION in known:
-        return known[BLOCK_DIFFUSION], "it is the loop of the authors' chat"
-    if DUAL_CACHE not in known:
-        own = known.get(SEMI_AUTOREGRESSIVE) or next(iter(known.values()))
-        return own, "it is the authors' own loop"
-    if adapted:
-        return known[D2F], "a D2F adapter is given"
-    return known[DUAL_CACHE], (
-        "no adapter is given: full attention with KV reuse; the authors' own loop is strategy "
-        "semi_autoregressive"
-    )
+    chosen, why = choose_strategy(strategy, family, adapted)
+    return METHODS[chosen, family.name], why
 
 
 def check_policy(method: Method, policy: str, family: Family) -> None:
     """Raise ValueError unless the strategy supports the policy."""
-    if policy not in method.policies:
-        raise ValueError(
-            f"policy {policy!r} has no meaning for strategy {method.strategy!r} on {family.name} "
-            f"models; choose one of: {', '.join(method.policies)}."
-        )
+    refuse_policy(policy, method.strategy, family, method.policies)

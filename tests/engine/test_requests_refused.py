@@ -151,7 +151,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
                 "patternProperties": {"^b": {"type": "array", "uniqueItems": True}},
             }
         },
-        'json has the keywords "uniqueItems": no backend of this server reads',
+        'json has the keywords "uniqueItems": neither xgrammar nor guidance reads',
     ),
     ({"regex": "a+", "whitespace_pattern": " "}, "whitespace_pattern ' '"),
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),

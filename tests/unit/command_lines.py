@@ -8,6 +8,28 @@ from dllm_plugin.commands import serve
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TINY = str(CHECKPOINTS / "tiny-llada")
+SDAR = str(CHECKPOINTS / "tiny-sdar")
+# Wrong ones, which are refused before torch is imported.
+LIGHT = f"""\
+serve x --strategy d2f --threshold 3
+generate x --strategy d2f --threshold 3
+serve {SDAR} --policy origin
+serve --policy origin
+serve {SDAR} --full-refresh-every 8
+serve --min-window 8
+serve --strategy dual_cache --adaptive balanced
+serve --canvas-length 5000
+serve --quantization nope
+generate x --regex (
+infill [MASK:5000]
+verify --prompts /no/such/file
+doctor --acceptance 5
+doctor --requests 8 --acceptance x
+eval --schedule x
+eval --questions /etc
+eval --schedule 5000
+eval --schedule 8 --strategy dual_cache
+eval --all --output /no/such/folder"""
 
 
 def served(*arguments: str) -> list[str]:

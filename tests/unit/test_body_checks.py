@@ -1,17 +1,23 @@
 """Bodies that vLLM's own checks would answer with an internal error."""
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, Field, field_validator
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 from vllm.v1.structured_output.backend_outlines import (
     validate_structured_output_request_outlines,
 )
 
-from dllm_plugin.api.body_checks import check_body, check_grammars
+from dllm_plugin.api.body_checks import BodyChecks, check_body, check_grammars
 from dllm_plugin.config.request.structured_outputs import SENT_AS
 
 
@@ -27,6 +33,12 @@ MESSAGE = {"type": "message", "role": "assistant"}
 CHOSEN = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
 REFUSED = [
     ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'"),
+    ({"structured_outputs": {"jsn": {}}}, "no field 'jsn' (did you mean json?); known"),
+    ({"structured_outputs": {}}, "structural_tag, got none."),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "got json and regex."),
+    ({"messages": 5}, "messages must be a list of at least one message, got 5."),
+    ({"messages": None}, "messages must be a list of at least one message, got No"),
+    ({"tools": {"a": 1}}, "tools must be a list, got {'a': 1}."),
     ({"stream_options": [1]}, "stream_options must be an object, got [1]"),
     ({"request_id": "a\ud800"}, "request_id holds '\\ud800' in 'a\\ud800', half of"),
     ({"a": [{"b": {"\udfff": 1}}]}, "a holds '\\udfff'"),
@@ -51,6 +63,7 @@ TAKEN = [
     {"prompt": "\N{HOT PEPPER}", "stop": []},
     {"input": [{"role": "user", "content": [{"type": "refusal"}]}, "a"]},
     {"input": "refusal"},
+    {"text": "a", "messages": None, "tools": None},
     {"seed": 2**64 - 1, "response_format": {"maximum": 10**40}},
     ["structured_outputs"],
     CHOSEN | {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -71,6 +84,71 @@ def test_taken(body: object) -> None:
     check_body(json.dumps(body).encode())
 
 
+class Message(BaseModel):
+    role: Literal["user", "tool"]
+    content: str
+
+
+class Asked(BaseModel):
+    """A body with fields of many kinds."""
+
+    prompt: str | list[int]
+    stop: str | list[str] = ""
+    n: int = Field(1, ge=1)
+    on: bool = False
+    messages: list[Message | str] = []
+
+    @field_validator("stop")
+    @classmethod
+    def checked(cls, stop: Any) -> Any:
+        """Refuse as vLLM does."""
+        if stop == "never":
+            raise VLLMValidationError("stop is never", parameter="stop", value=stop)
+        return stop
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ([], "The body must be an object, got []."),
+        ({}, "prompt is missing: give it."),
+        ({"prompt": 5}, "prompt must be a string or a list, got 5."),
+        ({"prompt": ["a", 1]}, "prompt.0 must be an integer, got 'a'."),
+        ({"prompt": "a", "stop": [5]}, "stop.0 must be a string, got 5."),
+        ({"prompt": "a", "stop": "never"}, "stop is never"),
+        ({"prompt": "a", "n": 0}, "n must be greater than or equal to 1, got 0."),
+        ({"prompt": "a", "n": "x"}, "n must be an integer, got 'x'."),
+        ({"prompt": "a", "n": 1.5}, "n must be an integer, got 1.5."),
+        ({"prompt": "a", "on": "maybe"}, "on must be a boolean, got 'maybe'."),
+        (
+            {"prompt": "a", "messages": [{"role": "x", "content": "it's"}]},
+            "messages.0.role must be 'user' or 'tool', got 'x'.",
+        ),
+        ({"prompt": "a", "messages": [{"role": "tool"}]}, "messages.0.content is mis"),
+        (b'{"a":', "The body is no JSON: Expecting value, at character 5."),
+        (b"", "The body is missing: give it."),
+    ],
+    ids=str,
+)
+def test_a_wrong_shape_is_one_sentence(body: Any, sentence: str) -> None:
+    """vLLM's own handler lists pydantic's errors; the middleware replaces the list."""
+    app = FastAPI()
+    app.add_middleware(BodyChecks)
+    app.state.args = Namespace(log_error_stack=False)
+    init_exception_handler(app)
+
+    @app.post("/")
+    async def route(asked: Asked) -> None:
+        """Take the body."""
+
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    reply = TestClient(app).post("/", content=content, headers=headers)
+    assert reply.status_code == 400
+    said = reply.json()["error"]["message"]
+    assert said.startswith(sentence) and "\n" not in said
+
+
 def test_what_is_no_json_is_left_to_the_route() -> None:
     check_body(b'{"structured_outputs": ')
 
@@ -81,10 +159,11 @@ def test_what_is_no_json_is_left_to_the_route() -> None:
         (b"[" * 100_000, "more than 200 deep"),
         (b'{"a":' * 300 + b"1" + b"}" * 300, "more than 200 deep"),
         (b'{"session_id": "\xed\xa0\xbd"}', "half of a surrogate pair"),
+        (b'{"prompt": "\xff"}', "no UTF-8"),
         ('{"stream_options": 1}'.encode("utf-16"), "no UTF-8"),
         ('{"stream_options": 1}'.encode("utf-32-be"), "no UTF-8"),
     ],
-    ids=["lists", "objects", "surrogate", "utf-16", "utf-32"],
+    ids=["lists", "objects", "surrogate", "latin", "utf-16", "utf-32"],
 )
 def test_refused_bytes(body: bytes, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:

@@ -24,10 +24,13 @@ from dllm_plugin.commands.options import flag_of
 from dllm_plugin.config.options import OPTIONS
 from dllm_plugin.config.validation import Flag
 from dllm_plugin.decoding.families import (
+    FAMILIES,
     FULL_ATTENTION,
     LLADA,
+    POLICIES_OF,
     POLICY_NAMES,
     TAKEN_BY,
+    surely_unread,
 )
 from dllm_plugin.decoding.methods import (
     METHODS,
@@ -252,6 +255,13 @@ def test_names_that_are_known_without_torch() -> None:
     assert {name for row in rows for name in row.policies} == set(POLICY_NAMES)
     full = {name for (name, _), method in METHODS.items() if method.full_attention}
     assert full == set(FULL_ATTENTION)
+    families = {family.name: family for family in FAMILIES.values()}
+    for (strategy, name), row in METHODS.items():
+        known = POLICIES_OF.get((strategy, name), POLICIES_OF.get((strategy, "")))
+        assert known == tuple(row.policies)
+        unread = set(surely_unread(strategy, families[name]))
+        assert not unread & row.options
+    assert {strategy for strategy, _ in POLICIES_OF} == set(TAKEN_BY)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dllm_plugin.commands import cli
 from dllm_plugin.config.grammar_refusals import (
     check_unread_regex,
     check_unread_schema,
+    is_for_others,
 )
 
 
@@ -48,6 +49,57 @@ def test_a_schema(
 )
 def test_a_schema_that_one_backend_compiles(schema: dict[str, Any]) -> None:
     check_unread_schema("--json-schema", schema)
+
+
+STRING = {"type": "string"}
+FOR_OTHERS: list[dict[str, Any]] = [
+    STRING | {"format": "color"},
+    STRING | {"pattern": "a", "maxLength": 3},
+    {"type": ["array", "null"], "uniqueItems": False},
+    {"type": "array", "contains": {}},
+    {"type": "integer", "multipleOf": 3},
+    {"type": "object", "patternProperties": {"^a": {}, "^b": {}}},
+    {"type": "object", "patternProperties": {"^a": {}}, "properties": {}},
+    {"type": "object", "propertyNames": {"pattern": "a", "minLength": 2}},
+    {"type": "object", "propertyNames": {}, "properties": {}},
+    {"type": "object", "propertyNames": {}, "unevaluatedProperties": False},
+    {"allOf": [{}, {}]},
+    {"anyOf": [{"items": STRING | {"format": "regex"}}]},
+]
+FOR_XGRAMMAR: list[dict[str, Any]] = [
+    STRING | {"format": "uuid", "pattern": "a"},
+    {"uniqueItems": True},
+    {"type": "array", "multipleOf": 2, "format": "color"},
+    {"type": "object", "patternProperties": {"^a": STRING}},
+    {"type": "object", "propertyNames": {"maxLength": 2}},
+    {"allOf": [{}], "items": {"minimum": 1}},
+]
+
+
+@pytest.mark.parametrize("schema", FOR_OTHERS + FOR_XGRAMMAR, ids=str)
+def test_what_vllm_gives_to_other_backends(schema: dict[str, Any]) -> None:
+    """Known without vLLM, as vLLM knows it."""
+    from vllm.v1.structured_output import backend_xgrammar
+
+    theirs = backend_xgrammar.has_xgrammar_unsupported_json_features(schema)
+    assert is_for_others(schema) == theirs == (schema in FOR_OTHERS)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        STRING | {"format": "idn-email"},
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "contains": {"type": "null"}},
+    ],
+    ids=str,
+)
+def test_a_schema_is_refused_without_torch(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ValueError, match="neither xgrammar nor guidance reads that"):
+        check_unread_schema("--json-schema", schema)
 
 
 @pytest.mark.parametrize("text", ["(", "a{,2}"])

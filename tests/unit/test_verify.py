@@ -10,8 +10,7 @@ import torch
 from refusals import resolved
 from test_layers import TREES, imports
 
-from dllm_plugin.commands.verify import second_opinion
-from dllm_plugin.commands.verify.command import PROMPTS, read_prompts
+from dllm_plugin.commands.verify import PROMPTS, read_prompts, second_opinion
 from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
 from dllm_plugin.commands.verify.engine_side import Decided
 from dllm_plugin.commands.verify.reference import OwnCode

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +9,7 @@ from tqdm import tqdm
 from vllm import LLM
 from vllm.config import ModelConfig
 
-from dllm_plugin.commands.offline import conversation, engine_options, stop_engine
-from dllm_plugin.commands.options import text_of
+from dllm_plugin.commands.offline import conversation, stop_engine
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
 
@@ -22,8 +20,6 @@ from .reference import Reference, folder_of, load
 from .second_opinion import Job
 
 MAX_TOKENS = 128
-# Problems of several steps, whose answers take many forwards of any model.
-PROMPTS = Path(__file__).with_name("prompts.txt")
 
 
 class EngineSide(NamedTuple):
@@ -36,10 +32,8 @@ class EngineSide(NamedTuple):
     spell: compare.Spell
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, options: dict[str, Any], texts: list[str]) -> int:
     """Print a line per prompt and one JSON line; 0 when both sides agree everywhere, else 1."""
-    options = engine_options(args)
-    texts = read_prompts(args.prompts or PROMPTS)[: args.limit]
     # Triton's default for float32 GEMMs is tf32, which is no rounding of float32.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     folder = folder_of(options["model"], args.trust_remote_code)
@@ -73,14 +67,6 @@ def run(args: argparse.Namespace) -> int:
     served = args.model or "bundled"
     print(compare.json_line(served, side.config, machine, verdicts))
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
-
-
-def read_prompts(file: str | Path) -> list[str]:
-    """Read one prompt a line."""
-    lines = text_of("--prompts", file).splitlines()
-    if prompts := [line for line in lines if line.strip()]:
-        return prompts
-    raise ValueError(f"{file} has no prompt: write one a line")
 
 
 def _decode_by_engine(

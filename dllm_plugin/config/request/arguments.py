@@ -223,10 +223,17 @@ def refuse_unread(
     given: Mapping[str, Any], method: "Method", architecture: str
 ) -> None:
     """Raise ValueError naming the first option that no policy of the strategy reads."""
-    for name in REQUEST_FIELDS:
-        is_off = given.get(name) in ARGUMENTS[name].off
-        if name in given and name not in method.options and not is_off:
+    unread = [name for name in REQUEST_FIELDS if name not in method.options]
+    refuse_names(given, unread, method.strategy, architecture)
+
+
+def refuse_names(
+    given: Mapping[str, Any], unread: Iterable[str], strategy: str, architecture: str
+) -> None:
+    """Raise ValueError naming the first option that a strategy does not read."""
+    for name in unread:
+        if name in given and given[name] not in ARGUMENTS[name].off:
             raise ValueError(
-                f"{name} has no effect with strategy {method.strategy!r} on {architecture}: "
+                f"{name} has no effect with strategy {strategy!r} on {architecture}: "
                 "remove it or choose another strategy."
             )
