@@ -102,6 +102,13 @@ def test_a_schema_is_refused_without_torch(
         check_unread_schema("--json-schema", schema)
 
 
+def test_a_schema_for_outlines_is_refused() -> None:
+    names = {"^a": {"type": "null"}, "^b": {"type": "integer"}}
+    schema = {"type": "object", "patternProperties": names}
+    with pytest.raises(ValueError, match="has patternProperties beside keywords"):
+        check_unread_schema("--json-schema", schema | {"additionalProperties": False})
+
+
 @pytest.mark.parametrize("text", ["(", "a{,2}"])
 def test_an_expression(
     text: str,
