@@ -95,6 +95,8 @@ class RequestTable:
         self.steps = table(num_slots, torch.int32)
         self.numbers = table((num_slots, len(COLUMNS)), torch.float32)
         self.block_length.write(..., config.block_length)
+        # vLLM's profiling run divides by it before any step has copied a table.
+        self.block_length.copy_to_device()
         self.steps.write(..., 1)
         self.asked: set[str] = set()
         self.refreshes_vary = False

@@ -120,9 +120,10 @@ def test_resumed_texts_are_cut_at_their_pieces() -> None:
         torch.zeros(3, 4, dtype=torch.int64),
         torch.zeros(3, dtype=torch.int64),
     )
-    view = FloatingView(
-        config, canvas, start, RequestTable(config, 3, torch.device("cpu"))
-    )
+    table = RequestTable(config, 3, torch.device("cpu"))
+    # vLLM's profiling run divides by it before any step.
+    assert table.block_length.gpu.tolist() == [config.block_length] * 3
+    view = FloatingView(config, canvas, start, table)
     view.pieces = {0: np.array([6]), 1: np.array([6, 7, 8, 10]), 2: np.array([6, 8, 9])}
     slots, ends = np.array([0, 1, 2]), np.array([6, 10, 8])
     stops = np.minimum(np.array([[4, 8, 12]] * 3), ends[:, None])
