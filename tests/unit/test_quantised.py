@@ -6,6 +6,13 @@ import pytest
 import torch
 from forwards import forward
 from quantised import DTYPE, MIXTURES, quantise
+from vllm.config import set_current_vllm_config
+from vllm.config.quantization import resolve_quantization_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.base import (
+    OnlineQuantizationConfig,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
 
 from diffuplug_bench.step import engine_gemms, floor
 
@@ -121,3 +128,17 @@ def test_adapter_with_ready_made_parameters_is_refused(checkpoints, load_model):
     }
     with pytest.raises(ValueError, match="Cannot merge .* load_format='sharded_state'"):
         load_model(checkpoints / "tiny-llada", **options)
+
+
+def test_routers_are_not_quantised_while_they_load(checkpoint, vllm_config_for):
+    """vLLM's Qwen3-MoE hands its router's weights to what quantises online."""
+    config = vllm_config_for(checkpoint("tiny-sdar-moe"), dtype=DTYPE)
+    args = resolve_quantization_config("fp8_per_channel", None)
+    config.quant_config = OnlineQuantizationConfig(args)
+    with set_current_vllm_config(config), torch.device("meta"):
+        model = initialize_model(config)
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    kinds = {type(gate.quant_method) for gate in gates}
+    assert kinds == {UnquantizedLinearMethod}
+    attention = model.model.layers[0].self_attn.o_proj.quant_method
+    assert not isinstance(attention, UnquantizedLinearMethod)
