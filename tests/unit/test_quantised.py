@@ -26,6 +26,8 @@ DENSE = [
     *[("tiny-wedlm", "int"), ("tiny-wedlm-qwen2", "float")],
 ]
 KINDS = pytest.mark.parametrize("kind", ["int", "float"])
+# Without VNNI sums of two products of int8 saturate at 16 bits.
+MOST_ERROR = 0.1 if torch.cpu._is_vnni_supported() else 0.2
 LLADA2_ATTENTION = ("attention.query_key_value", "attention.dense")
 
 
@@ -44,7 +46,7 @@ def assert_nearly_equal(ours, theirs, paths: tuple[str, ...]) -> None:
                 found, wanted = (
                     y[0] if isinstance(y, tuple) else y for y in (found, wanted)
                 )
-                assert (found - wanted).norm() / wanted.norm() < 0.1, path
+                assert (found - wanted).norm() / wanted.norm() < MOST_ERROR, path
 
 
 @pytest.mark.parametrize(("name", "kind"), DENSE)
