@@ -14,7 +14,7 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 from .decode import DecodeConfig
 
@@ -35,6 +35,24 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             f"quantization {model_config.quantization!r} quantises weights while they load, which "
             "needs a GPU: leave it out, or serve a checkpoint that is stored in 8 bits."
         )
+    stored = model_config.model_arch_config.quantization_config or {}
+    if current_platform.is_cpu() and is_packed(stored) and not runs_packed():
+        raise ValueError(
+            f"The checkpoint's {model_config.quantization} weights of 4 bits need a CPU with "
+            "AVX-512, without which vLLM has no kernel for them: serve one of 8 or 16 bits."
+        )
+
+
+def is_packed(stored: dict[str, Any]) -> bool:
+    """Return whether a checkpoint packs weights of 4 bits, by its `quantization_config`."""
+    method, form = stored.get("quant_method"), stored.get("format")
+    return method in ("gptq", "awq") or form == "pack-quantized"
+
+
+def runs_packed() -> bool:
+    """Return whether vLLM's build for this CPU multiplies packed weights."""
+    is_x86 = current_platform.get_cpu_architecture() == CpuArchEnum.X86
+    return not is_x86 or bool(torch.cpu._is_avx512_supported())
 
 
 def is_online(model_config: ModelConfig) -> bool:

@@ -30,10 +30,15 @@ HOT = {"temperature": 0.9, "seed": 20}
 class Served(NamedTuple):
     """An engine, the ids of its letters, and a prompt of letters."""
 
+    family: str
     llm: Any
     letters: list[int]
     prompt: list[int]
-    moves_tokens: bool
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Return whether edits move tokens that were decided."""
+        return self.family == "llada2.2"
 
 
 @pytest.fixture(params=list(ENGINES), scope="module")
@@ -42,7 +47,7 @@ def served(request: pytest.FixtureRequest, room: EngineRoom) -> Iterator[Served]
     llm = room.start(family, dllm, True)
     ids = llm.get_tokenizer().convert_tokens_to_ids(list(ascii_lowercase))
     prompt = [ids[letter - 64] for letter in letters(15, 4)]
-    yield Served(llm, ids, prompt, family == "llada2.2")
+    yield Served(family, llm, ids, prompt)
 
 
 def test_frames_alter_no_text(served: Served) -> None:
@@ -97,6 +102,20 @@ def test_a_grammar_that_drafts_fit_costs_no_forwards(served: Served) -> None:
     )
     assert token_ids(free) == token_ids(held)
     assert forwards(held) <= forwards(free) + 2
+
+
+def test_requests_of_any_length_share_pages(served: Served) -> None:
+    """What a prompt stores is causal: plain causal requests and drafts find each other's pages."""
+    if served.family != "nemotron":
+        pytest.skip("test_introspective.py and test_causal_window.py show it")
+    ids = [served.letters[letter - 64] for letter in letters(70, 6)]
+    wishes = [params(40, dllm_block_length=length) for length in (1, 8, 4)]
+    plain, *others = [generate(served.llm, [ids], one)[0] for one in wishes]
+    assert plain.num_cached_tokens == 0
+    for output in others:
+        assert output.num_cached_tokens == 64
+    [after] = generate(served.llm, [ids + token_ids(others[0])], params(8))
+    assert after.num_cached_tokens >= 96
 
 
 def test_text_is_never_taken_back(served: Served) -> None:
