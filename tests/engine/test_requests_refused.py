@@ -157,7 +157,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a+", "disable_any_whitespace": True}, "disable_any_whitespace True"),
     (
         {"json": {"type": "integer", "not": {"const": 1}}},
-        'json has the keywords "not": no backend',
+        'json has the keywords "not": neither xgrammar',
     ),
     (
         {"json": {"oneOf": [{"type": "null"}, {"const": None}]}},
