@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.datastructures import MutableHeaders, State
+from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
@@ -36,12 +36,8 @@ OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
-OTHER_TEXTS = {
-    "prompt",
-    "text",
-    "parts",
-    "draft",
-}  # of bodies whose messages may be null
+# Of bodies whose messages may be null.
+OTHER_TEXTS = {"prompt", "input", "text", "parts", "draft"}
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 OF_OUTPUTS = [
     field.name for field in dataclasses.fields(StructuredOutputsParams) if field.init
@@ -49,8 +45,9 @@ OF_OUTPUTS = [
 # vLLM's list of pydantic's errors: in a reply, and one of its lines.
 LISTED = re.compile(rb'"message":"\d+ validation error')
 ERROR = re.compile(
-    r"""'loc': '(?P<loc>[^']*)', 'msg': (?P<q>['"])(?P<msg>.*?)(?P=q), 'input'"""
+    r"""'loc': (?P<l>['"])(?P<loc>.*?)(?P=l), 'msg': (?P<q>['"])(?P<msg>.*?)(?P=q), 'input'"""
 )
+WORD = re.compile(r"Input should be '")
 REASON = re.compile(r"""'ctx': {'error': (['"])(.*?)\1}""")
 RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
 PARAMETER = re.compile(r" \(parameter=.*\)$")
@@ -82,7 +79,9 @@ class BodyChecks:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        kind = Headers(scope=scope).get("content-type", "")
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        if not is_post or kind.startswith("multipart/"):
             await self.app(scope, receive, send)
             return
         messages = [await receive()]
@@ -134,6 +133,8 @@ def _reworded(reply: bytes, body: bytes) -> bytes:
     if not LISTED.search(reply[:200]):
         return reply
     content = json.loads(reply)
+    if not isinstance(content.get("error"), dict):
+        return reply
     content["error"]["message"] = sentence_of(content["error"]["message"], body)
     return bytes(JSONResponse(content).body)
 
@@ -151,6 +152,11 @@ def sentence_of(errors: str, body: bytes) -> str:
         fields = json.loads(body)
     except ValueError:
         fields = None
+    # A kind whose fixed word is another one is not what was meant.
+    others = [e["loc"].rpartition(".")[0] for e in found if WORD.match(e["msg"])]
+    meant = [e for e in found if not e["loc"].startswith(tuple(others))]
+    if any(entry["msg"] == "Field required" for entry in meant):
+        found = meant
     best = max(found, key=lambda entry: len(_known_steps(entry["loc"], fields)))
     said = best["msg"].replace("\\'", "'")
     names = _known_steps(best["loc"], fields)

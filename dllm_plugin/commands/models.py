@@ -221,7 +221,8 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
 def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:
     """Raise ValueError for more positions than a model has, if its configuration tells."""
     lengths = [config[key] for key in CONTEXTS if isinstance(config.get(key), int)]
-    scaled = any("factor" in (config.get(key) or ()) for key in OF_ROPE)
+    rope = [config.get(key) for key in OF_ROPE]
+    scaled = any(isinstance(values, dict) and "factor" in values for values in rope)
     if not lengths or scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         return
     if positions is not None and positions > max(lengths):

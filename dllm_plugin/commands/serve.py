@@ -22,7 +22,6 @@ from dllm_plugin.config.validation import did_you_mean
 from .models import (
     check_decoding,
     check_folder,
-    check_quantization,
     check_served,
     is_elsewhere,
     resolve,
@@ -160,9 +159,6 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
         check_decoding(model, section)
-    for option in ("--quantization", "-q"):
-        if (name := value_of(rest, option)) is not None:
-            check_quantization(name)
     check_named_files(rest)
     check_port(rest)
     if section:

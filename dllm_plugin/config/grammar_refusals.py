@@ -99,12 +99,6 @@ def check_unread_regex(field: str, text: str) -> None:
 def check_unread_schema(field: str, schema: Any) -> None:
     """Raise ValueError for a schema that neither backend compiles."""
     check_schema(field, schema)
-    # vLLM gives these to Outlines, which cannot go back when a draft is refused.
-    if is_for_others(schema) and '"patternProperties"' in json.dumps(schema):
-        raise ValueError(
-            f"{field} has patternProperties beside keywords that xgrammar does not read: write it "
-            "without one of them."
-        )
     error = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema), None)
     if not error:
         return

@@ -19,7 +19,6 @@ serve {SDAR} --full-refresh-every 8
 serve --min-window 8
 serve --strategy dual_cache --adaptive balanced
 serve --canvas-length 5000
-serve --quantization nope
 generate x --regex (
 infill [MASK:5000]
 verify --prompts /no/such/file

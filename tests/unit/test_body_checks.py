@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, UploadFile
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, Field, field_validator
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -64,6 +64,7 @@ TAKEN = [
     {"input": [{"role": "user", "content": [{"type": "refusal"}]}, "a"]},
     {"input": "refusal"},
     {"text": "a", "messages": None, "tools": None},
+    {"input": "a", "messages": None},
     {"seed": 2**64 - 1, "response_format": {"maximum": 10**40}},
     ["structured_outputs"],
     CHOSEN | {"tools": [{"type": "function", "function": {"name": "f"}}]},
@@ -89,6 +90,16 @@ class Message(BaseModel):
     content: str
 
 
+class Call(BaseModel):
+    kind: Literal["call"]
+    name: str
+
+
+class Output(BaseModel):
+    kind: Literal["output"]
+    parts: list[Message]
+
+
 class Asked(BaseModel):
     """A body with fields of many kinds."""
 
@@ -97,6 +108,8 @@ class Asked(BaseModel):
     n: int = Field(1, ge=1)
     on: bool = False
     messages: list[Message | str] = []
+    items: list[Output | Call] = []
+    numbers: dict[str, int] = {}
 
     @field_validator("stop")
     @classmethod
@@ -125,6 +138,11 @@ class Asked(BaseModel):
             "messages.0.role must be 'user' or 'tool', got 'x'.",
         ),
         ({"prompt": "a", "messages": [{"role": "tool"}]}, "messages.0.content is mis"),
+        (
+            {"prompt": "a", "items": [{"kind": "call"}]},
+            "items.0.name is missing: give it.",
+        ),
+        ({"prompt": "a", "numbers": {"a'b": "x"}}, "numbers.a'b must be an integer"),
         (b'{"a":', "The body is no JSON: Expecting value, at character 5."),
         (b"", "The body is missing: give it."),
     ],
@@ -147,6 +165,19 @@ def test_a_wrong_shape_is_one_sentence(body: Any, sentence: str) -> None:
     assert reply.status_code == 400
     said = reply.json()["error"]["message"]
     assert said.startswith(sentence) and "\n" not in said
+
+
+def test_files_are_no_json() -> None:
+    app = FastAPI()
+    app.add_middleware(BodyChecks)
+
+    @app.post("/")
+    async def route(file: UploadFile) -> int:
+        """Count the bytes."""
+        return len(await file.read())
+
+    reply = TestClient(app).post("/", files={"file": b"RIFF\0\xff\xfe"})
+    assert reply.json() == 7
 
 
 def test_what_is_no_json_is_left_to_the_route() -> None:

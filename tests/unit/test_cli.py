@@ -15,7 +15,7 @@ from diffuplug_bench import cli as bench
 from diffuplug_bench.eval import tables
 from diffuplug_bench.eval.scores import progress_bar
 from dllm_plugin import default_model
-from dllm_plugin.commands import cli, parsers, phases, server
+from dllm_plugin.commands import cli, models, parsers, phases, server
 from dllm_plugin.commands.offline import (
     collecting_later,
     engine_options,
@@ -354,3 +354,17 @@ def test_phases_are_a_line_each_in_a_log(tmp_path: Path) -> None:
         screen.end("done")
     shown = [line.partition("] ")[2] for line in err.getvalue().splitlines()]
     assert shown == [phases.FIRST, *phases.MARKERS.values(), "decoding", "done"]
+
+
+def test_a_rope_of_another_kind_is_left_to_the_engine() -> None:
+    models.check_fits(
+        "canvas_length",
+        9,
+        {"max_position_embeddings": 8, "rope_parameters": {"factor": 2}},
+    )
+    with pytest.raises(
+        ValueError, match="canvas_length 9 is longer than the context of 8"
+    ):
+        models.check_fits(
+            "canvas_length", 9, {"max_position_embeddings": 8, "rope_scaling": 5}
+        )

@@ -62,7 +62,6 @@ from dllm_plugin.commands import cli, doctor, models, phases
         (["infill", "[MASK:2]", "--strategy", ""], "strategy '' is unknown"),
         (["eval", "--schedule", "64,5000"], "max_window 5000 is longer than the con"),
         (["serve", "--block-length", str(10**13)], "block_length must be at most"),
-        (["serve", "--quantization", "fp9"], "--quantization fp9 is unknown to vLLM"),
         (["doctor", "./none"], "there is no folder ./none"),
         (["verify", "./none"], "there is no folder ./none"),
         (["verify", "--policy", "best"], "policy 'best' is unknown"),

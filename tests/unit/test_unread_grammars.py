@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_admission import BY_GUIDANCE
 
 from dllm_plugin.commands import cli
 from dllm_plugin.config.grammar_refusals import (
@@ -102,11 +103,9 @@ def test_a_schema_is_refused_without_torch(
         check_unread_schema("--json-schema", schema)
 
 
-def test_a_schema_for_outlines_is_refused() -> None:
-    names = {"^a": {"type": "null"}, "^b": {"type": "integer"}}
-    schema = {"type": "object", "patternProperties": names}
-    with pytest.raises(ValueError, match="has patternProperties beside keywords"):
-        check_unread_schema("--json-schema", schema | {"additionalProperties": False})
+@pytest.mark.parametrize("name", BY_GUIDANCE)
+def test_a_schema_that_moves_to_guidance(name: str) -> None:
+    check_unread_schema("--json-schema", BY_GUIDANCE[name])
 
 
 @pytest.mark.parametrize("text", ["(", "a{,2}"])
