@@ -8,6 +8,7 @@ masks are accepted by random numbers, as confidences of random weights mean noth
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +161,29 @@ def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule
 
     :mod:`dllm_plugin.decoding.acceptance` describes it. If no mask is accepted, the first is.
     """
+
+    def take(candidates_RC: Tensor, rank_RC: Tensor, drawn_RC: Tensor) -> Tensor:
+        accepted_RC = candidates_RC & (drawn_RC < p0 * torch.exp(-rank_RC / lam))
+        stuck_R1 = ~accepted_RC.any(dim=1, keepdim=True)
+        return accepted_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)
+
+    return _drawing(take, seed, device)
+
+
+def random_run(share: Tensor, seed: int) -> "Rule":
+    """Return a policy that accepts the first mask, and masks after it while draws are below."""
+
+    def take(candidates_RC: Tensor, rank_RC: Tensor, drawn_RC: Tensor) -> Tensor:
+        stops_RC = candidates_RC & (rank_RC > 0) & (drawn_RC >= share)
+        return candidates_RC & (stops_RC.cumsum(dim=1) == 0)
+
+    return _drawing(take, seed, share.device)
+
+
+def _drawing(
+    take: Callable[[Tensor, Tensor, Tensor], Tensor], seed: int, device: torch.device
+) -> "Rule":
+    """Return a policy that takes masks by their rank among the masks and drawn numbers."""
     calls = torch.full((), seed, dtype=torch.int64, device=device)
 
     def rule(
@@ -168,32 +192,10 @@ def random_rule(p0: float, lam: float, seed: int, device: torch.device) -> "Rule
         proposal: "Proposal",
         settings: "PolicySettings",
     ) -> Tensor:
-        candidates_RC = plan.candidates_RC
-        rank_RC = candidates_RC.cumsum(dim=1) - 1
-        accepted_RC = _uniform(calls, rank_RC) < p0 * torch.exp(-rank_RC / lam)
-        take_RC = candidates_RC & accepted_RC
+        rank_RC = plan.candidates_RC.cumsum(dim=1) - 1
+        taken_RC = take(plan.candidates_RC, rank_RC, _uniform(calls, rank_RC))
         calls.add_(1)
-        stuck_R1 = ~take_RC.any(dim=1, keepdim=True)
-        return take_RC | (candidates_RC & (rank_RC == 0) & stuck_R1)
-
-    return rule
-
-
-def random_run(share: Tensor, seed: int) -> "Rule":
-    """Return a policy that accepts the first mask, and masks after it while draws are below."""
-    calls = torch.full((), seed, dtype=torch.int64, device=share.device)
-
-    def rule(
-        plan: "StepPlan",
-        canvas: "Canvas",
-        proposal: "Proposal",
-        settings: "PolicySettings",
-    ) -> Tensor:
-        candidates_RC = plan.candidates_RC
-        rank_RC = candidates_RC.cumsum(dim=1) - 1
-        stops_RC = candidates_RC & (rank_RC > 0) & (_uniform(calls, rank_RC) >= share)
-        calls.add_(1)
-        return candidates_RC & (stops_RC.cumsum(dim=1) == 0)
+        return taken_RC
 
     return rule
 

@@ -33,9 +33,8 @@ from dllm_plugin.decoding.widths import doubled
 
 TOKENS = "2,4,6"  # of a round, by default
 Times = dict[tuple[int, int], float]  # ms, by requests and rows of each
-Lengths = dict[
-    int | str, int | None
-]  # of drafts or a window, by name; None: the engine's
+# Of drafts or a window, by name; None: the engine's.
+Lengths = dict[int | str, int | None]
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:

@@ -104,10 +104,10 @@ class BodyChecks:
         async def replayed() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self.app(scope, replayed, _told_plainly(send, body))
+        await self.app(scope, replayed, _rewording(send, body))
 
 
-def _told_plainly(send: Send, body: bytes) -> Send:
+def _rewording(send: Send, body: bytes) -> Send:
     """Return a sender that replaces a list of pydantic's errors by one sentence."""
     held: list[Message] = []
 

@@ -192,6 +192,10 @@ def set_splits(vllm_config: VllmConfig) -> None:
         and attention.flash_attn_max_num_splits_for_cuda_graph == DEFAULT_SPLITS
     ):
         attention.flash_attn_max_num_splits_for_cuda_graph = 1
+        logger.info(
+            "Graphs split no contexts of float8 keys: "
+            "flash_attn_max_num_splits_for_cuda_graph 1 instead of its default, 32."
+        )
 
 
 def backend_under_full_graphs(

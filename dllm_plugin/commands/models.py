@@ -196,10 +196,8 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     adapted = bool(options.get("lora_path"))
     strategy, _ = choose_strategy(options.get("strategy", "auto"), family, adapted)
     check_floating(Options.from_user(options), strategy)
-    policy, floats = (
-        options.get("policy", "auto"),
-        options.get("adaptive", "off") != "off",
-    )
+    policy = options.get("policy", "auto")
+    floats = options.get("adaptive", "off") != "off"
     if not floats:
         check_policy_name(policy, strategy, family)
         unread = surely_unread(strategy, family)

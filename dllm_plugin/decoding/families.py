@@ -337,14 +337,13 @@ def check_policy_name(policy: str, strategy: str, family: Family) -> None:
 
 
 def surely_unread(strategy: str, family: Family) -> Iterator[str]:
-    """Yield options that a strategy does not read on a family."""
+    """Yield options of requests that a strategy does not read on a family; none of new ones."""
+    if strategy not in {name for name, _ in POLICIES_OF}:
+        return
     for name, (strategies, families) in READ_BY.items():
-        if (
-            strategies
-            and strategy not in strategies
-            or families
-            and family.name not in families
-        ):
+        is_taken = not strategies or strategy in strategies
+        is_known = not families or family.name in families
+        if not (is_taken and is_known):
             yield name
 
 

@@ -248,7 +248,7 @@ def test_bundled_model_by_a_strategy(strategy: str) -> None:
 
 
 def test_names_that_are_known_without_torch() -> None:
-    """They are those of the table of methods, strategy by strategy."""
+    """They are those of the table of methods; it may have new strategies and policies besides."""
     taken = {(name, family) for name in TAKEN_BY for family in TAKEN_BY[name]}
     assert taken == set(METHODS)
     rows = METHODS.values()
@@ -256,12 +256,16 @@ def test_names_that_are_known_without_torch() -> None:
     full = {name for (name, _), method in METHODS.items() if method.full_attention}
     assert full == set(FULL_ATTENTION)
     families = {family.name: family for family in FAMILIES.values()}
+    named = {policy for policies in POLICIES_OF.values() for policy in policies}
     for (strategy, name), row in METHODS.items():
         known = POLICIES_OF.get((strategy, name), POLICIES_OF.get((strategy, "")))
-        assert known == tuple(row.policies)
+        assert known in (
+            None,
+            tuple(policy for policy in row.policies if policy in named),
+        )
         unread = set(surely_unread(strategy, families[name]))
         assert not unread & row.options
-    assert {strategy for strategy, _ in POLICIES_OF} == set(TAKEN_BY)
+    assert {strategy for strategy, _ in POLICIES_OF} <= set(TAKEN_BY)
 
 
 @pytest.mark.parametrize(
