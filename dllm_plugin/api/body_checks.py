@@ -79,9 +79,8 @@ class BodyChecks:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        kind = Headers(scope=scope).get("content-type", "")
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        if not is_post or kind.startswith("multipart/"):
+        if not is_post or _has_files(scope):
             await self.app(scope, receive, send)
             return
         messages = [await receive()]
@@ -105,6 +104,10 @@ class BodyChecks:
             return messages.pop() if messages else await receive()
 
         await self.app(scope, replayed, _rewording(send, body))
+
+
+def _has_files(scope: Scope) -> bool:
+    return Headers(scope=scope).get("content-type", "").startswith("multipart/")
 
 
 def _rewording(send: Send, body: bytes) -> Send:
@@ -133,8 +136,6 @@ def _reworded(reply: bytes, body: bytes) -> bytes:
     if not LISTED.search(reply[:200]):
         return reply
     content = json.loads(reply)
-    if not isinstance(content.get("error"), dict):
-        return reply
     content["error"]["message"] = sentence_of(content["error"]["message"], body)
     return bytes(JSONResponse(content).body)
 

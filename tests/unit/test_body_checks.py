@@ -176,7 +176,8 @@ def test_files_are_no_json() -> None:
         """Count the bytes."""
         return len(await file.read())
 
-    reply = TestClient(app).post("/", files={"file": b"RIFF\0\xff\xfe"})
+    with TestClient(app) as client:  # which starts and ends it, too
+        reply = client.post("/", files={"file": b"RIFF\0\xff\xfe"})
     assert reply.json() == 7
 
 
