@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from dllm_plugin.config.adaptive import check_adaptive, check_floating
-from dllm_plugin.config.options import REQUEST_FIELDS, Options
-from dllm_plugin.config.request.arguments import refuse_names, refuse_unread
+from dllm_plugin.config.adaptive import check_adaptive
+from dllm_plugin.config.options import Options, check_block_fits
+from dllm_plugin.config.request.arguments import refuse_names
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
 from dllm_plugin.decoding.families import (
     FAMILIES,
@@ -195,25 +195,16 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     family = FAMILIES[architecture]
     adapted = bool(options.get("lora_path"))
     strategy, _ = choose_strategy(options.get("strategy", "auto"), family, adapted)
-    check_floating(Options.from_user(options), strategy)
-    policy = options.get("policy", "auto")
-    floats = options.get("adaptive", "off") != "off"
-    if not floats:
-        check_policy_name(policy, strategy, family)
+    check_adaptive(Options.from_user(options), strategy, family, "threshold")
+    if options.get("adaptive", "off") == "off":
+        check_policy_name(options.get("policy", "auto"), strategy, family)
         unread = surely_unread(strategy, family)
         refuse_names(options, unread, strategy, architecture)
-    if not floats and not set(options) & set(REQUEST_FIELDS):
-        return
-    # Imports torch, for what only the table of methods knows.
-    from dllm_plugin.decoding.methods import METHODS, check_policy
-
-    method = METHODS[strategy, family.name]
-    if floats:
-        check_adaptive(Options.from_user(options), method, family, "threshold")
-        return
-    if policy != "auto":
-        check_policy(method, policy, family)
-    refuse_unread(options, method, architecture)
+    of_training = config.get(family.block_key or "")
+    block = options.get("block_length", of_training)
+    canvas = options.get("canvas_length")
+    if isinstance(block, int) and canvas is not None:
+        check_block_fits(block, canvas)
 
 
 def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dllm_plugin.decoding.families import FULL_ATTENTION, Family
+from dllm_plugin.decoding.families import FULL_ATTENTION, Family, refuse_one_at_a_time
 
 from .options import Options
 from .validation import shown
@@ -64,24 +64,14 @@ def _check_order(narrowest: int, widest: int) -> None:
 
 
 def check_adaptive(
-    options: Options, method: "Method", family: Family, default_policy: str
+    options: Options, strategy: str, family: Family, default_policy: str
 ) -> None:
     """Refuse options that conflict with `adaptive`, and windows without `adaptive`."""
-    check_floating(options, method.strategy)
+    check_floating(options, strategy)
     if options.adaptive == "off":
         return
     asked = f"adaptive {options.adaptive!r}"
-    if method.inserts:
-        raise ValueError(
-            f"{asked} is not served for {family.title} models, whose blocks delete and insert "
-            "tokens: leave adaptive out."
-        )
-    if method.exact_end or method.causal:
-        ends = "commit by causal forwards" if method.causal else "end with the text"
-        raise ValueError(
-            f"{asked} is not served for {family.title} models, whose blocks {ends}: leave "
-            "adaptive out."
-        )
+    refuse_one_at_a_time(asked, family)
     policy = default_policy if options.policy == "auto" else options.policy
     if policy != "threshold":
         raise ValueError(

@@ -341,3 +341,12 @@ COLUMNS = tuple(name for name, known in OPTIONS.items() if known.column)
 def does_nothing(name: str, value: Any) -> bool:
     """Return whether an option has no effect at this value."""
     return value in OPTIONS[name].off
+
+
+def check_block_fits(block: int, canvas: int) -> None:
+    """Raise ValueError if a block is longer than a canvas, both in positions."""
+    if block > canvas:
+        raise ValueError(
+            f"block_length {shown(block)} is longer than the canvas of {canvas} positions: "
+            "lower block_length or raise canvas_length in additional_config."
+        )

@@ -14,10 +14,9 @@ from dllm_plugin.decoding.methods import check_policy, choose_method, floating
 from .adaptive import check_adaptive, check_windows, fit_canvas, windows
 from .cuda_graphs import warm_up_context
 from .decode import Case, DecodeConfig
-from .options import Numbers, Options
+from .options import Numbers, Options, check_block_fits
 from .request.arguments import RequestArguments
 from .request.exclusions import refuse_options
-from .validation import shown
 
 DEFAULT_BLOCK = 32
 DEFAULT_WINDOW, DEFAULT_STRIDE = 16, 4  # of WeDLM and I-DLM
@@ -135,7 +134,7 @@ def _choose_method(
     """Return the method of a model, its policy, and the reason of the choice."""
     method, reason = choose_method(options.strategy, family, bool(options.lora_path))
     default_policy = method.edited_policy if edits else method.default_policy
-    check_adaptive(options, method, family, default_policy)
+    check_adaptive(options, method.strategy, family, default_policy)
     if options.adaptive != "off":
         method = floating(method)
     policy = default_policy if options.policy == "auto" else options.policy
@@ -198,11 +197,7 @@ def _check_block(method: Method, block: int, trained: int | None, longest: int) 
             f"{name} {block} needs a canvas of {2 * block} positions, got {longest}: lower {name}, "
             "or raise canvas_length in additional_config or max_model_len."
         )
-    if block > longest:
-        raise ValueError(
-            f"block_length {shown(block)} is longer than the canvas of {longest} positions: "
-            "lower block_length or raise canvas_length in additional_config."
-        )
+    check_block_fits(block, longest)
     if method.inserts and block != trained:
         raise ValueError(
             f"block_length {block} is not the {trained} of this model, whose blocks share "

@@ -222,8 +222,12 @@ POLICY_NAMES = (
 FULL_ATTENTION = (SEMI_AUTOREGRESSIVE, PREFIX_CACHE, DUAL_CACHE)
 # Strategies for which the bundled model takes its adapter.
 ADAPTED_STRATEGIES = (D2F,)
+# Families whose blocks may be denoised several at once, or by windows that load chooses.
+SEVERAL = ("llada", "dream", "sdar", "llada2", "dream_reasoner", "fast_dllm_v2")
+BY_FACTOR = (*SEVERAL, "stable_diffcoder", "a2d", "nemotron")
+BY_THRESHOLD = (*BY_FACTOR, "llada22")
 # What commands refuse before torch is imported: policies of a strategy, by family or ("") for all
-# others. The table of methods outranks this.
+# others. A test compares this with the table of methods.
 BY_SCHEDULE = ("low_confidence", "entropy", "topk_margin", "random")
 OF_LEFT = ("threshold", "factor", *BY_SCHEDULE)
 OF_GRID = (*OF_LEFT, "sequential")
@@ -247,6 +251,7 @@ POLICIES_OF: dict[tuple[str, str], tuple[str, ...]] = {
 # Options that only these strategies, and only these families, read; () for any.
 ANY: tuple[str, ...] = ()
 OF_EDITS = ((BLOCK_DIFFUSION,), ("llada2", "llada22"))
+OF_SEVERAL = ((D2F, BLOCK_DIFFUSION), SEVERAL)
 OF_LLADA_LOOPS = (FULL_ATTENTION, ("llada", "a2d"))
 READ_BY = {
     **dict.fromkeys(
@@ -264,10 +269,13 @@ READ_BY = {
     "eps": ((BLOCK_DIFFUSION, *FULL_ATTENTION), ("dream",)),
     "entropy_temperature": ((SEMI_AUTOREGRESSIVE,), ("rnd1",)),
     "num_to_transfer": ((BLOCK_DIFFUSION,), ("llada2",)),
-    "max_active_blocks": ((D2F, BLOCK_DIFFUSION), ANY),
-    "block_add_threshold": ((D2F, BLOCK_DIFFUSION), ANY),
-    "decoded_token_threshold": ((D2F, BLOCK_DIFFUSION), ANY),
+    "max_active_blocks": OF_SEVERAL,
+    "block_add_threshold": OF_SEVERAL,
+    "decoded_token_threshold": OF_SEVERAL,
     "steps": ((BLOCK_DIFFUSION, *FULL_ATTENTION), ANY),
+    "factor": ((BLOCK_DIFFUSION, *FULL_ATTENTION), BY_FACTOR),
+    "threshold": (ANY, BY_THRESHOLD),
+    "block_length": (ANY, (*BY_THRESHOLD, "idlm", "rnd1")),
 }
 
 
@@ -345,6 +353,15 @@ def surely_unread(strategy: str, family: Family) -> Iterator[str]:
         is_known = not families or family.name in families
         if not (is_taken and is_known):
             yield name
+
+
+def refuse_one_at_a_time(wanted: str, family: Family) -> None:
+    """Raise ValueError for a family that decodes its blocks one at a time."""
+    if family.name not in SEVERAL:
+        raise ValueError(
+            f"{wanted} is not served for {family.title} models, whose blocks are decoded one at a "
+            "time: leave it out."
+        )
 
 
 def sees_both_sides(strategy: str) -> bool:

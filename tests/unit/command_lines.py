@@ -9,6 +9,7 @@ from dllm_plugin.commands import serve
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TINY = str(CHECKPOINTS / "tiny-llada")
 SDAR = str(CHECKPOINTS / "tiny-sdar")
+WEDLM = str(CHECKPOINTS / "tiny-wedlm")
 # Wrong ones, which are refused before torch is imported.
 LIGHT = f"""\
 serve x --strategy d2f --threshold 3
@@ -17,6 +18,11 @@ serve {SDAR} --policy origin
 serve --policy origin
 serve {SDAR} --full-refresh-every 8
 serve --min-window 8
+serve --strategy d2f --factor 2
+serve {SDAR} --canvas-length 3
+serve {WEDLM} --threshold 0.5
+serve {WEDLM} --block-length 4
+serve {WEDLM} --adaptive balanced
 serve --strategy dual_cache --adaptive balanced
 serve --canvas-length 5000
 generate x --regex (

@@ -21,7 +21,7 @@ from dllm_plugin.commands.offline import (
     engine_options,
 )
 from dllm_plugin.commands.options import flag_of
-from dllm_plugin.config.options import OPTIONS
+from dllm_plugin.config.options import OPTIONS, REQUEST_FIELDS
 from dllm_plugin.config.validation import Flag
 from dllm_plugin.decoding.families import (
     FAMILIES,
@@ -29,6 +29,7 @@ from dllm_plugin.decoding.families import (
     LLADA,
     POLICIES_OF,
     POLICY_NAMES,
+    SEVERAL,
     TAKEN_BY,
     surely_unread,
 )
@@ -264,7 +265,9 @@ def test_names_that_are_known_without_torch() -> None:
             tuple(policy for policy in row.policies if policy in named),
         )
         unread = set(surely_unread(strategy, families[name]))
-        assert not unread & row.options
+        assert unread == set(REQUEST_FIELDS) - row.options
+        one_at_a_time = row.inserts or row.exact_end or row.causal
+        assert row.full_attention or one_at_a_time == (name not in SEVERAL)
     assert {strategy for strategy, _ in POLICIES_OF} <= set(TAKEN_BY)
 
 

@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_plugin.config.options import (
     FILL,
     MAX_POSITIONS,
     MAX_STEPS,
     OPTIONS,
-    REQUEST_FIELDS,
     REQUEST_PREFIX,
     Numbers,
     Option,
@@ -31,9 +30,6 @@ from dllm_plugin.config.validation import (
     WholeNumber,
     WholeNumbers,
 )
-
-if TYPE_CHECKING:
-    from dllm_plugin.decoding.method import Method
 
 AUTO, DRAFTS, AUTOMATON = "auto", "drafts", "automaton"
 GRAMMAR_MODES = (AUTO, DRAFTS, AUTOMATON)
@@ -217,14 +213,6 @@ STATISTICS = REQUEST_PREFIX + "statistics"
 FRAMES = REQUEST_PREFIX + "frames"
 EARLY_TEXT = REQUEST_PREFIX + "early_text"
 TRACE = REQUEST_PREFIX + "trace"
-
-
-def refuse_unread(
-    given: Mapping[str, Any], method: "Method", architecture: str
-) -> None:
-    """Raise ValueError naming the first option that no policy of the strategy reads."""
-    unread = [name for name in REQUEST_FIELDS if name not in method.options]
-    refuse_names(given, unread, method.strategy, architecture)
 
 
 def refuse_names(

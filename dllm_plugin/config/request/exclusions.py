@@ -11,7 +11,7 @@ from dllm_plugin.config.options import FILL, REQUEST_FIELDS, REQUEST_PREFIX
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.policies import SEVERAL_BLOCKS
 
-from .arguments import ARGUMENTS, AUTOMATON, end_of_gaps, refuse_unread
+from .arguments import ARGUMENTS, AUTOMATON, end_of_gaps, refuse_names
 from .checks import PENALTIES, beside_stages, no_template, too_long, too_many_forwards
 from .structured_outputs import no_automaton
 
@@ -263,7 +263,9 @@ def _with_grammar(case: Case) -> Iterator[str]:
 
 def refuse_options(case: Case) -> None:
     """Raise ValueError naming the first of the engine's options that is excluded."""
-    refuse_unread(case.given, case.config.method, case.config.architecture)
+    method = case.config.method
+    unread = [name for name in REQUEST_FIELDS if name not in method.options]
+    refuse_names(case.given, unread, method.strategy, case.config.architecture)
     for sentence in _with_options(case, ""):
         raise ValueError(sentence)
 
