@@ -171,8 +171,10 @@ COLUMNS = {
     "drafts": """
         requests:d acceptance:d length:d tokens_per_s:.1f decode_tokens_per_s:.1f
         tokens_per_forward:.2f mean_rows:.1f break_even:.2f bound:.2f
+        step_ms:.3f gemm_ms:.3f times_gemms:.2f
         ar_tokens_per_s:.1f ar_decode_tokens_per_s:.1f speedup_vs_ar:.2f
         decode_speedup:.2f of_bound:.2f""",
+    "forwards": "requests:d rows:d ms:.3f gemm_ms:.3f times_gemms:.2f",
     "break_even": "requests:d plain_ms:.3f rows:d acceptance:.2f",
     "map_steps": "requests:d width:d context:d ms:.3f model_ms:.3f ratio:.2f",
     "map": "requests:d context:d fixed:.2f adaptive:.2f width:d fits:s",

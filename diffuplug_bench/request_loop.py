@@ -132,13 +132,19 @@ def serve(
     return run
 
 
-def decode_rate(run: Run, requests: int) -> float:
-    """Return the tokens per second while the first `requests` of a run all decode."""
+def decoding_steps(run: Run, requests: int) -> tuple[int, int]:
+    """Return two messages, between which the first `requests` of a run all decode."""
     first = run.answers[:requests]
     begin = max(answer.arrivals[0].step for answer in first)
     end = min(answer.arrivals[-1].step for answer in first)
     if end <= begin:
         raise ValueError(NEVER_AT_ONCE.format(requests))
+    return begin, end
+
+
+def decode_rate(run: Run, requests: int) -> float:
+    """Return the tokens per second while the first `requests` of a run all decode."""
+    begin, end = decoding_steps(run, requests)
     tokens = 0
     for answer in run.answers:
         for arrival in answer.arrivals:

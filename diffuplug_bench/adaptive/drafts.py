@@ -6,10 +6,15 @@ are timed in the engine that drafts. The bound of a row is its tokens per forwar
 time of its forwards in plain ones; `of_bound` is the share of it that the tokens per second reach
 by plain vLLM's, while all requests decode. Below the acceptance `break_even` no drafts pay. A
 window has no drafts: its first masks take their tokens, as many as such drafts would be accepted.
+
+The floor of a step is the time of its GEMMs, measured in the same engine. Every row of a forward is
+a row of the LM head, whether it drafts, verifies or both. A step of the table of forwards is one
+forward and its LM head; that of the table of drafts is a step of the engine, all of it.
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +26,10 @@ import numpy as np
 from diffuplug_bench import engines, report
 from diffuplug_bench.adaptive.widths import BY_LOAD, NO_WIDTHS, Requests, plain_engine
 from diffuplug_bench.options import settings_of, whole_numbers
-from diffuplug_bench.request_loop import Run, decode_rate
+from diffuplug_bench.request_loop import Run, decode_rate, decoding_steps
 from diffuplug_bench.serving.requests import context_needed
 from diffuplug_bench.settings import DRAFTS, Settings
+from diffuplug_bench.step.floor import between, only_ms
 from diffuplug_bench.step.profile import trace_steps
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.config.decode import get_decode_config
@@ -55,6 +61,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         canvas = settings.canvas[0]
         options = engines.options_of_ours(settings, model, canvas, length, trace)
         options["additional_config"] = {"dllm": _dllm(settings, args.strategy)}
+        options["cudagraph_metrics"] = True  # counts positions in a step's message
         llm = engines.start(settings, options)
         progress.done("engine start")
         requests = Requests(settings, model, llm, f"dllm_{_length(args.strategy)}")
@@ -64,7 +71,11 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         times = _time_steps(llm, settings, sorted(widths | {1}))
         even = break_even(method.drafted or tokens_of_window, times)
         progress.done("steps", report.table_of("break_even", even))
-        rows = _measure(requests, accepted, lengths, times, even, plain, progress)
+        gemms = _time_gemms(llm, times)
+        forwards = beside_gemms(times, gemms)
+        progress.done("floor", report.table_of("forwards", forwards))
+        given = (accepted, lengths, times, gemms, even, plain, progress)
+        rows = _measure(requests, *given)
         line["profile"] = _profile(requests, trace, progress)
         line |= {"engine": engines.describe(llm), "acceptance": accepted}
         stop_engine(llm)
@@ -77,8 +88,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
             _compare(row, plain[row["requests"]])
     print(report.table_of("drafts", rows))
     print(f"break-even:\n{report.table_of('break_even', even)}")
-    steps = [(*load, ms) for load, ms in times.items()]
-    print(json.dumps(line | {"rows": rows, "steps": steps, "break_even": even}))
+    print(json.dumps(line | {"rows": rows, "steps": forwards, "break_even": even}))
     return 0
 
 
@@ -109,6 +119,7 @@ def _measure(
     accepted: list[int],
     lengths: Lengths,
     times: Times,
+    gemms: dict[int, float],
     even: list[dict[str, Any]],
     plain: dict[int, Run],
     progress: report.Progress,
@@ -128,6 +139,7 @@ def _measure(
                 done = requests.serve(n, fixed, teaches)
                 row = _row(n, tokens, name, done)
                 row |= {"break_even": least[n], "bound": bound(row, times)}
+                row |= served_step(done, n, gemms)
                 if n in plain:
                     _compare(row, plain[n])
                 rows.append(row)
@@ -156,9 +168,7 @@ def _profile(
     counts = requests.settings.requests
     for n in sorted({counts[0], *counts[-2:]}):
         done = requests.serve(n, None)
-        first = done.answers[:n]
-        begin = max(answer.arrivals[0].step for answer in first)
-        end = min(answer.arrivals[-1].step for answer in first)
+        begin, end = decoding_steps(done, n)
         step_ms = 1e3 * (done.stamps[end] - done.stamps[begin]) / (end - begin)
         asks = requests.take(n, None)
         found.append(trace_steps(requests.llm, asks, trace, step_ms, refreshes=True))
@@ -223,6 +233,38 @@ def _time_steps(llm: Any, settings: Settings, widths: list[int]) -> Times:
     arguments = (list(settings.requests), widths, [context])
     timed = llm.collective_rpc("time_steps", args=arguments)[0]
     return {(n, rows): ms for n, rows, _, ms in timed}
+
+
+def _time_gemms(llm: Any, times: Times) -> dict[int, float]:
+    """Return the time of the GEMMs of every timed step, by positions."""
+    positions = sorted({requests * rows for requests, rows in times})
+    whole, _, _ = llm.collective_rpc("time_gemms", args=(positions, None))[0]
+    return only_ms(whole)
+
+
+def beside_gemms(times: Times, gemms: dict[int, float]) -> list[dict[str, Any]]:
+    """Return a row for every timed forward: its time beside that of its GEMMs."""
+    found = []
+    for (n, rows), ms in times.items():
+        floor = gemms[n * rows]
+        row = {"requests": n, "rows": rows, "ms": ms, "gemm_ms": floor}
+        found.append(row | {"times_gemms": ms / floor})
+    return found
+
+
+def served_step(run: Run, n: int, gemms: dict[int, float]) -> dict[str, Any]:
+    """Return the time of a step while `n` requests decode, and that of its GEMMs.
+
+    Nothing if the engine did not count the positions of its steps.
+    """
+    begin, end = decoding_steps(run, n)
+    counts = [one.positions for one in run.counts[begin + 1 : end + 1]]
+    floors = [between(gemms, count) for count in counts if count]
+    if not floors:
+        return {}
+    step_ms = 1e3 * (run.stamps[end] - run.stamps[begin]) / len(floors)
+    floor = statistics.mean(floors)
+    return {"step_ms": step_ms, "gemm_ms": floor, "times_gemms": step_ms / floor}
 
 
 def bound(row: dict[str, Any], times: Times) -> float:

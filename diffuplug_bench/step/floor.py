@@ -66,8 +66,8 @@ class Floor:
         gemms, keys = 0.0, 0
         for step in steps:
             if step.positions:
-                gemms += _between(self.layers_ms, step.positions)
-                gemms += _between(self.head_ms, step.rows)
+                gemms += between(self.layers_ms, step.positions)
+                gemms += between(self.head_ms, step.rows)
                 keys += step.keys
         kv_bytes = sizes.kv_bytes(keys, self.kv_item_bytes)
         return gemms, 1e3 * kv_bytes / self.copy_bytes_per_s
@@ -147,11 +147,11 @@ def floor_of(times: Times, rate: float, kv_item: float) -> Floor:
     whole, layers, head = times
     return Floor(
         copy_bytes_per_s=rate,
-        gemm_ms=_only_ms(whole),
+        gemm_ms=only_ms(whole),
         gemm_tflops={count: tflops for count, _, tflops in whole},
         kv_item_bytes=kv_item,
-        layers_ms=_only_ms(layers),
-        head_ms=_only_ms(head),
+        layers_ms=only_ms(layers),
+        head_ms=only_ms(head),
     )
 
 
@@ -167,7 +167,8 @@ def _timed(make: Make, counts: Iterable[int], device: torch.device) -> Timed:
     return found
 
 
-def _only_ms(timed: Timed) -> dict[int, float]:
+def only_ms(timed: Timed) -> dict[int, float]:
+    """Return milliseconds by positions."""
     return {count: milliseconds for count, milliseconds, _ in timed}
 
 
@@ -186,7 +187,7 @@ def grid_up_to(most: int) -> list[int]:
     return sorted(grid)
 
 
-def _between(times: dict[int, float], count: int) -> float:
+def between(times: dict[int, float], count: int) -> float:
     """Interpolate linearly; beyond the largest size time grows in proportion."""
     known = list(times)
     if count > known[-1]:
@@ -267,6 +268,7 @@ def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
 def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
     run()  # before the capture, cuBLAS chooses kernels and allocates its workspace
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a capture cannot take what earlier graphs had
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

@@ -150,7 +150,11 @@ def test_tokens_per_second_by_acceptance(capsys: pytest.CaptureFixture[str]) -> 
         reached = row["decode_tokens_per_s"] / row["ar_decode_tokens_per_s"]
         assert row["of_bound"] == pytest.approx(reached / row["bound"])
         assert row["speedup_vs_ar"] > 0 and row["break_even"] >= 1
+        assert row["step_ms"] > row["gemm_ms"] > 0
     assert {row["requests"] for row in line["break_even"]} == {1, 2}
+    forwards = {(step["requests"], step["rows"]): step for step in line["steps"]}
+    assert set(forwards) == {(n, rows) for n in (1, 2) for rows in (1, 3, 7)}
+    assert all(step["times_gemms"] > 1 for step in forwards.values())
 
 
 def test_tokens_per_second_of_windows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,6 +171,9 @@ def test_tokens_per_second_of_windows(capsys: pytest.CaptureFixture[str]) -> Non
     # Windows of 4 take the sum of share ** k for k below 4: 3.1 and 1.9, if none is cut short.
     assert 2 < six_of_4 < 3.2 and 1.2 < two_of_4 < 2.2
     assert {row["rows"] for row in line["break_even"]} <= {2, 4, 8, 16, 32}
+    floors = {step["rows"]: step["gemm_ms"] for step in line["steps"]}
+    steps = [row["gemm_ms"] for row in line["rows"]]
+    assert steps == pytest.approx([floors[32], floors[8]] * 2), "every step is counted"
 
 
 def test_blocks_that_share_experts(
