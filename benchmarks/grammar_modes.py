@@ -20,9 +20,8 @@ from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,
-    eval_seeds,
     extract_answer,
-    problem,
+    problems_of,
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
@@ -136,7 +135,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names begin so")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    problems = [problem(seed) for seed in eval_seeds(args.limit)]
+    problems = problems_of(args.limit)
     rows = {}
     llm = start(ENGINES[args.strategy], "float32")
     for name, case in CASES.items():

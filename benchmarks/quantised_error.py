@@ -128,23 +128,16 @@ def quantised(plain: PlainModel, form: Form, group: int) -> RoundedModel:
 
 def loops(limit: int) -> None:
     """Decode the bundled model's problems in the plain loop, in every form."""
-    from tokenizers import Tokenizer
-
-    from diffuplug_bench.word_problems.chat_prompts import (
-        EOS,
-        EOT,
-        chat_prompt,
-        token_id,
-    )
-    from diffuplug_bench.word_problems.generator import eval_seeds, problem
+    from diffuplug_bench.word_problems.chat_prompts import prompts_of, read_tokenizer
+    from diffuplug_bench.word_problems.generator import problems_of
     from dllm_plugin.reference.loops import decode
     from dllm_plugin.reference.rules import Rules
 
     torch.set_num_threads(1)  # GEMMs this small lose by a second thread
     folder = Path(default_model.path())
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
-    problems = [problem(seed) for seed in eval_seeds(limit)]
+    tokenizer, stops = read_tokenizer(folder)
+    problems = problems_of(limit)
+    prompts = prompts_of(tokenizer, problems)
     print("| form | strategy | right | tokens per forward | same answers |")
     print("| --- | --- | --- | --- | --- |")
     for strategy in ("block_diffusion", "d2f"):
@@ -155,8 +148,7 @@ def loops(limit: int) -> None:
         for name, form in FORMS.items():
             model, right, forwards = quantised(plain, form, GROUP), 0, 0
             answers = []
-            for asked in problems:
-                prompt = tokenizer.encode(chat_prompt(asked.question)).ids
+            for asked, prompt in zip(problems, prompts, strict=True):
                 found = decode(Text(model, prompt, MAX_TOKENS, rules, stops))
                 answers.append(found.tokens)
                 forwards += found.forwards
@@ -204,12 +196,11 @@ def engines(limit: int, *kinds: str) -> None:
     from diffuplug_bench.word_problems.generator import (
         ANSWER_SCHEMA,
         ask_in_json,
-        eval_seeds,
-        problem,
+        problems_of,
     )
     from dllm_plugin.commands.offline import bundled_options, stop_engine
 
-    free = [problem(seed) for seed in eval_seeds(limit)]
+    free = problems_of(limit)
     in_json = [ask_in_json(one) for one in free]
     print("| form | answers | right | tokens per forward | same answers |")
     print("| --- | --- | --- | --- | --- |")
@@ -225,7 +216,7 @@ def engines(limit: int, *kinds: str) -> None:
                     ("JSON", in_json, ANSWER_SCHEMA),
                 ):
                     got = answers(engine, asked, MAX_TOKENS, False, schema=schema)
-                    found = score(got.outputs, asked, got.positions, got.seconds)
+                    found = score(got, asked)
                     ids = [list(one.outputs[0].token_ids) for one in got.outputs]
                     name = f"{what}, {strategy}"
                     first = unquantised.setdefault(name, ids)

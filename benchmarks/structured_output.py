@@ -18,9 +18,8 @@ from diffuplug_bench.eval.scores import start
 from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     ask_in_json,
-    eval_seeds,
     extract_answer,
-    problem,
+    problems_of,
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import conversation, num_forwards, stop_engine
@@ -139,7 +138,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, help="number of problems")
     limit = parser.parse_args().limit
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    problems = [problem(seed) for seed in eval_seeds(limit)]
+    problems = problems_of(limit)
     dllm = {
         "strategy": "d2f",
         "lora_path": default_model.adapter_path(),

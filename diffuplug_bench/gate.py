@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffuplug_bench.engines import describe, precision
-from diffuplug_bench.problems import problem_prompts, problems_of, score
+from diffuplug_bench.problems import problem_prompts, score
 from diffuplug_bench.request_loop import Ask, Run, asking_for, serve
 from diffuplug_bench.settings import BLOCK_DIFFUSION, Settings, refreshes_of
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import bundled_options, start_engine, stop_engine
 from dllm_plugin.config.cuda_graphs import warm_up_context
@@ -148,23 +149,14 @@ def _decode_reference(
     The answers of each variant follow those of the variant before it.
     """
     import torch
-    from tokenizers import Tokenizer
 
-    from diffuplug_bench.word_problems.chat_prompts import (
-        EOS,
-        EOT,
-        chat_prompt,
-        token_id,
-    )
-    from diffuplug_bench.word_problems.generator import eval_seeds, problem
+    from diffuplug_bench.word_problems.chat_prompts import prompts_of, read_tokenizer
     from dllm_plugin.reference.loops import decode
     from dllm_plugin.reference.model import PlainModel
     from dllm_plugin.reference.text import Text
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    problems = [problem(seed) for seed in eval_seeds(PROBLEMS)]
-    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
-    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+    tokenizer, stops = read_tokenizer(folder)
+    prompts = prompts_of(tokenizer, problems_of(PROBLEMS))
     adapter = Path(default_model.adapter_path())
     model = PlainModel.load(
         folder, adapter=adapter if settings.measured.by_confidence else None

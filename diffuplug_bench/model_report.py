@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.models import check_model, resolve
 from dllm_plugin.commands.options import (
@@ -110,8 +110,7 @@ def main(arguments: Sequence[str]) -> int:
 def _write_problems(folder: Path, limit: int) -> str:
     """Write our word problems as a file of questions; return its path."""
     lines = []
-    for seed in eval_seeds(limit):
-        asked = problem(seed)
+    for asked in problems_of(limit):
         lines.append(json.dumps({"question": asked.question, "answer": asked.answer}))
     path = folder / "questions.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -4,21 +4,11 @@ import re
 import statistics
 from typing import Any
 
-from diffuplug_bench.word_problems.generator import (
-    Problem,
-    eval_seeds,
-    extract_answer,
-    problem,
-)
+from diffuplug_bench.word_problems.generator import Problem, extract_answer
 from dllm_plugin.commands.offline import conversation
 
 NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
 NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
-
-
-def problems_of(count: int) -> list[Problem]:
-    """Return word problems that the bundled model was not trained on."""
-    return [problem(seed) for seed in eval_seeds(count)]
 
 
 def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:

@@ -128,24 +128,16 @@ def measure_bundled(
     count: int, length: int, device_name: str, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """Measure LLaDA's loop on the bundled model, one token per step, problem by problem."""
-    from tokenizers import Tokenizer
-
-    from diffuplug_bench.word_problems.chat_prompts import (
-        EOS,
-        EOT,
-        chat_prompt,
-        token_id,
-    )
-    from diffuplug_bench.word_problems.generator import eval_seeds, problem
+    from diffuplug_bench.word_problems.chat_prompts import prompts_of, read_tokenizer
+    from diffuplug_bench.word_problems.generator import problems_of
     from dllm_plugin.reference.model import PlainModel
 
     folder = Path(default_model.path())
     model = PlainModel.load(folder, dtype=dtype, device=device_name)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    stops = {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+    tokenizer, stops = read_tokenizer(folder)
     rules = rules_of("llada", length, length)
-    problems = [problem(seed) for seed in eval_seeds(count)]
-    prompts = [tokenizer.encode(chat_prompt(p.question)).ids for p in problems]
+    problems = problems_of(count)
+    prompts = prompts_of(tokenizer, problems)
     decode(Text(model, prompts[0], length, rules, stops))  # warm-up
     started = time.perf_counter()
     found = [decode(Text(model, ids, length, rules, stops)) for ids in prompts]

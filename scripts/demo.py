@@ -27,8 +27,7 @@ from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,
-    eval_seeds,
-    problem,
+    problems_of,
 )
 from dllm_plugin.commands.generate import summary
 from dllm_plugin.commands.phases import Screen, cause
@@ -52,7 +51,7 @@ The server goes on as process {pid} (kill {pid} ends it); its log: {log}
 
 def main() -> int:
     """Run the demo; return 0 if all three answers came."""
-    *problems, last = [problem(seed) for seed in eval_seeds(3)]
+    *problems, last = problems_of(3)
     problems.append(ask_in_json(last))
     keep = "--keep" in sys.argv[1:]
     with server("--verbose" in sys.argv[1:], keep) as (url, kept):

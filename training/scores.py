@@ -17,12 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from diffuplug_bench.word_problems.chat_prompts import EOS, EOT, chat_prompt, token_id
-from diffuplug_bench.word_problems.generator import (
-    Problem,
-    ask_in_json,
-    eval_seeds,
-    problem,
-)
+from diffuplug_bench.word_problems.generator import Problem, ask_in_json, problems_of
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
@@ -86,7 +81,7 @@ def add_scores(out: Path, report: Path, device: torch.device) -> None:
     numbers = read_numbers(report)
     numbers["scores"] = scores = {}
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    free = [problem(s) for s in eval_seeds(numbers["eval_problems"])]
+    free = problems_of(numbers["eval_problems"])
     in_json = [ask_in_json(p) for p in free]
     others = [Problem(text, REPLY, 0) for text in unseen_prompts()]
     for suffix, problems in (("", free), ("_json", in_json), ("_others", others)):

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from diffuplug_bench.word_problems.generator import eval_seeds, problem, train_seeds
+from diffuplug_bench.word_problems.generator import problem, problems_of, train_seeds
 from training.checkpoint import (
     initial_adapter,
     initial_weights,
@@ -217,7 +217,7 @@ def prepare(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[Tokenizer, Dataset]:
     """Write the tokenizer to `args.out`; return it and the rows that are not held out."""
-    held_out = {problem(s).question for s in eval_seeds(args.eval_problems)}
+    held_out = {p.question for p in problems_of(args.eval_problems)}
     processes = min(16, len(os.sched_getaffinity(0)))
     sample = [problem(s) for s in train_seeds(min(20_000, args.problems))]
     if args.base is None:

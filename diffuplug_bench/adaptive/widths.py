@@ -21,10 +21,11 @@ from diffuplug_bench.options import (
     settings_of,
     whole_numbers,
 )
-from diffuplug_bench.problems import problem_prompts, problems_of
+from diffuplug_bench.problems import problem_prompts
 from diffuplug_bench.request_loop import Ask, Run, serve
 from diffuplug_bench.serving.requests import context_needed
 from diffuplug_bench.settings import ADAPTIVE, DRAFTS, Settings
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin.commands.forecast import EXAMPLE, read_acceptance
 from dllm_plugin.commands.offline import stop_engine
 

@@ -14,8 +14,8 @@ from diffuplug_bench.eval.report import (
     reports_folder,
     table,
 )
-from diffuplug_bench.eval.scores import decode, progress_bar, start
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.eval.scores import answers, progress_bar, score, start
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.decoding.families import LLADA
@@ -66,7 +66,7 @@ def score_strategy(
     """Score all ways of one strategy on one engine."""
     from dllm_plugin.commands.phases import screen
 
-    problems = [problem(seed) for seed in eval_seeds(limit)]
+    problems = problems_of(limit)
     dllm: dict[str, Any] = {"strategy": strategy}
     dllm |= {"block_length": BLOCK, "canvas_length": CANVAS}
     method = METHODS[strategy]
@@ -81,9 +81,8 @@ def score_strategy(
             extra_args: dict[str, Any] = {"dllm_policy": way.policy}
             if way.steps:
                 extra_args["dllm_steps"] = way.steps
-            score = decode(
-                llm, problems, CANVAS, progress_bar(shown, way.name), extra_args
-            )
-            rows.append(Row(*way, *score))
+            bar = progress_bar(shown, way.name)
+            found = answers(llm, problems, CANVAS, bar, extra_args)
+            rows.append(Row(*way, *score(found, problems)))
         stop_engine(llm)
     return rows

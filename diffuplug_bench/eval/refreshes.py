@@ -17,7 +17,7 @@ from diffuplug_bench.eval.report import (
     software,
 )
 from diffuplug_bench.eval.scores import Answers, answers, progress_bar, score, start
-from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
+from diffuplug_bench.word_problems.generator import Problem, problems_of
 from dllm_plugin.commands.offline import stop_engine
 from dllm_plugin.decoding.families import DUAL_CACHE, SEMI_AUTOREGRESSIVE
 
@@ -53,9 +53,9 @@ class Row(NamedTuple):
     positions_per_token: float
 
 
-def problems_of(limit: int, repeats: int) -> list[Problem]:
+def repeated(limit: int, repeats: int) -> list[Problem]:
     """Return unseen problems, each question asked so often in one prompt."""
-    found = [problem(seed) for seed in eval_seeds(limit)]
+    found = problems_of(limit)
     return [replace(one, question=" ".join([one.question] * repeats)) for one in found]
 
 
@@ -88,7 +88,7 @@ def score_strategy(
     with screen(verbose) as shown:
         llm = start(dllm, dtype, shown.log)
         for repeats in REPEATS:
-            problems, exact = problems_of(limit, repeats), list[list[int]]()
+            problems, exact = repeated(limit, repeats), list[list[int]]()
             for options in WAYS[strategy]:
                 extra = {f"dllm_{name}": value for name, value in options.items()}
                 bar = progress_bar(
@@ -114,7 +114,7 @@ def _row(
     prompt_tokens = 0
     for output in found.outputs:
         prompt_tokens += len(output.prompt_token_ids or ())
-    scored = score(found.outputs, problems, found.positions, found.seconds)
+    scored = score(found, problems)
     return Row(
         strategy=strategy,
         options=options,

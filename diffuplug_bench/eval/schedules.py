@@ -15,13 +15,14 @@ from diffuplug_bench.eval.scores import (
     MAX_TOKENS,
     Asked,
     Score,
-    decode,
+    answers,
     progress_bar,
+    score,
     start_in_process,
 )
 from diffuplug_bench.options import whole_numbers
 from diffuplug_bench.problems import last_number
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_decoding
 from dllm_plugin.commands.offline import add_adapter, stop_engine
@@ -65,7 +66,7 @@ def set_widths(options: dict[str, Any], widths: list[int]) -> None:
 def read_questions(file: str | None, limit: int | None) -> Sequence[Asked]:
     """Return the questions of a file, or those of the bundled model."""
     if file is None:
-        return [problem(seed) for seed in eval_seeds(limit or LIMIT)]
+        return problems_of(limit or LIMIT)
     questions = []
     text = text_of("--questions", file)
     for place, line in enumerate(text.splitlines(), 1):
@@ -96,20 +97,20 @@ def run(
     with screen(verbose) as shown:
         llm = start_in_process(options, shown.log)
         for width in widths:
-            bar, asked = (
-                progress_bar(shown, f"width {width}"),
-                {"dllm_schedule": [width]},
-            )
-            scores[width] = decode(llm, questions, MAX_TOKENS, bar, asked)
+            bar = progress_bar(shown, f"width {width}")
+            asked = {"dllm_schedule": [width]}
+            found = answers(llm, questions, MAX_TOKENS, bar, asked)
+            scores[width] = score(found, questions)
         if not widths:
             bar = progress_bar(shown, "questions")
-            scores[BY_DEFAULT] = decode(llm, questions, MAX_TOKENS, bar)
+            found = answers(llm, questions, MAX_TOKENS, bar)
+            scores[BY_DEFAULT] = score(found, questions)
         stop_engine(llm)
     table = []
-    for key, score in scores.items():
-        table.append({"width": key} | score._asdict())
+    for key, one in scores.items():
+        table.append({"width": key} | one._asdict())
     print(report.table_of("schedules", table))
-    rows = {str(key): score._asdict() for key, score in scores.items()}
+    rows = {str(key): one._asdict() for key, one in scores.items()}
     record = {
         "benchmark": "eval_schedule" if widths else "eval_questions",
         "model": options["model"],

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     ask_in_json,
-    eval_seeds,
-    problem,
+    problems_of,
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.offline import (
@@ -94,7 +93,7 @@ def compare_ways(
     """
     from dllm_plugin.commands.phases import screen
 
-    problems = [problem(seed) for seed in eval_seeds(limit or LIMIT)]
+    problems = problems_of(limit or LIMIT)
     if in_json:
         problems = [ask_in_json(one) for one in problems]
     schema = ANSWER_SCHEMA if in_json else None
@@ -109,8 +108,7 @@ def compare_ways(
             llm = start_in_process(options, shown.log)
             bar = progress_bar(shown, name)
             found = answers(llm, problems, MAX_TOKENS, bar, schema=schema)
-        of_outputs = score(found.outputs, problems, found.positions, found.seconds)
-        rows[name] = of_outputs._asdict()
+        rows[name] = score(found, problems)._asdict()
         if plain is not None and name.endswith(QUANTISED):
             rows[name]["equal"] = _share_equal(plain, found)
         plain = found
@@ -188,19 +186,6 @@ def start_in_process(options: dict[str, Any], log: Path | None = None) -> "LLM":
     return start_engine(options, log)
 
 
-def decode(
-    llm: "LLM",
-    problems: Sequence[Asked],
-    max_tokens: int,
-    bar: "Callable[..., tqdm[Any]] | bool",
-    extra_args: dict[str, Any] | None = None,
-    schema: dict[str, Any] | None = None,
-) -> Score:
-    """Answer and score all problems; arguments as in :func:`answers`."""
-    found = answers(llm, problems, max_tokens, bar, extra_args, schema)
-    return score(found.outputs, problems, found.positions, found.seconds)
-
-
 def answers(
     llm: "LLM",
     problems: Sequence[Asked],
@@ -237,21 +222,19 @@ def answers(
     return Answers(outputs, _num_positions(llm) - before, seconds)
 
 
-def score(
-    outputs: "list[RequestOutput]",
-    problems: Sequence[Asked],
-    positions: int,
-    seconds: float,
-) -> Score:
+def score(found: Answers, problems: Sequence[Asked]) -> Score:
     """Compute the score; tokens count up to and including the end of the answer."""
-    right = sum(
-        item.is_right(output.outputs[0].text)
-        for output, item in zip(outputs, problems, strict=True)
+    right = tokens = forwards = 0
+    for output, item in zip(found.outputs, problems, strict=True):
+        right += item.is_right(output.outputs[0].text)
+        tokens += len(output.outputs[0].token_ids)
+        forwards += num_forwards(output)
+    return Score(
+        right / len(problems),
+        tokens / max(forwards, 1),
+        found.positions / max(tokens, 1),
+        found.seconds,
     )
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    forwards = sum(num_forwards(output) for output in outputs)
-    per_token = positions / max(tokens, 1)
-    return Score(right / len(problems), tokens / max(forwards, 1), per_token, seconds)
 
 
 def _num_positions(llm: "LLM") -> int:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from diffuplug_bench.engines import Model, Prompts, decoding
 from diffuplug_bench.model_shapes import Sizes
-from diffuplug_bench.problems import problem_prompts, problems_of, score
+from diffuplug_bench.problems import problem_prompts, score
 from diffuplug_bench.request_loop import Answer, Ask, Run, asking_for, serve
 from diffuplug_bench.settings import Settings
 from diffuplug_bench.step.floor import Floor
 from diffuplug_bench.step.schedule import arguments, steps_of
 from diffuplug_bench.step.sizes import all_forwards, run_again, sizes_of
+from diffuplug_bench.word_problems.generator import problems_of
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -1,8 +1,11 @@
 """Format prompts of the bundled model like its chat template, and name its special tokens."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from diffuplug_bench.word_problems.generator import Problem
 
 BOS, EOS, MASK = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>"
 HEAD, TAIL, EOT = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
@@ -26,3 +29,14 @@ def chat_prompt(
     messages.append(("user", question))
     turns = [f"{HEAD}{role}{TAIL}\n\n{text.strip()}{EOT}" for role, text in messages]
     return f"{BOS}{''.join(turns)}{HEAD}assistant{TAIL}\n\n"
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, set[int]]:
+    """Return the tokenizer of a checkpoint, and the tokens that end an answer."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return tokenizer, {token_id(tokenizer, EOS), token_id(tokenizer, EOT)}
+
+
+def prompts_of(tokenizer: Tokenizer, problems: Sequence[Problem]) -> list[list[int]]:
+    """Return the prompts of problems, each the only message of its chat."""
+    return [tokenizer.encode(chat_prompt(one.question)).ids for one in problems]

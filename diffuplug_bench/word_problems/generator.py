@@ -78,6 +78,11 @@ def eval_seeds(count: int) -> range:
     return range(EVAL_BASE, EVAL_BASE + count)
 
 
+def problems_of(count: int) -> list[Problem]:
+    """Return problems of the seeds for evaluation."""
+    return [problem(seed) for seed in eval_seeds(count)]
+
+
 def extract_answer(text: str) -> int | None:
     """Return the number after the last ``####``, or None if there is none."""
     found = _RESULT.findall(text)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from engines import EngineRoom, forwards, generate, params, token_ids
 
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.model import PlainModel
@@ -36,7 +36,7 @@ def test_schedules_equal_the_plain_loop(strategy: str, room: EngineRoom) -> None
     llm = room.start("llada", dllm, True, model=default_model.path())
     tokenizer, folder = llm.get_tokenizer(), Path(default_model.path())
     model = PlainModel.load(folder, adapter=None if adapter is None else Path(adapter))
-    texts = [problem(seed).question for seed in eval_seeds(4)]
+    texts = [one.question for one in problems_of(4)]
     jobs = [(tokenizer.encode(text), widths) for widths in SCHEDULES for text in texts]
     wishes = [params(TOKENS, dllm_schedule=widths) for _, widths in jobs]
     together = generate(llm, [prompt for prompt, _ in jobs], wishes)

@@ -18,7 +18,7 @@ import pytest
 from documented import ROOT
 from processes import Server
 
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
@@ -246,7 +246,7 @@ filter_list:
 def test_lm_evaluation_harness(server: Server, tmp_path: Path) -> None:
     """Ten of its generated answers are right."""
     skip_without("lm_eval")
-    problems = [problem(seed) for seed in eval_seeds(10)]
+    problems = problems_of(10)
     rows = [
         json.dumps({"question": p.question, "answer": str(p.result)}) for p in problems
     ]

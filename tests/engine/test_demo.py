@@ -14,7 +14,7 @@ import httpx
 import pytest
 from documented import ROOT
 
-from diffuplug_bench.word_problems.generator import ask_in_json, eval_seeds, problem
+from diffuplug_bench.word_problems.generator import ask_in_json, problems_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_the_demo_leaves_its_server_running(folder: str) -> None:
     assert done.returncode == 0 and kept, done.stderr[-3000:]
     process = int(kept[2])
     try:
-        *free, last = [problem(seed) for seed in eval_seeds(3)]
+        *free, last = problems_of(3)
         assert all(one.answer in done.stdout for one in free)
         found = re.search(r"^A: ({.*})$", done.stdout, re.MULTILINE)
         assert found and ask_in_json(last).is_right(found[1]), done.stdout

@@ -12,7 +12,7 @@ import pytest
 from documented import ROOT
 from processes import INSIDE, Server, serving
 
-from diffuplug_bench.word_problems.generator import Problem, eval_seeds, problem
+from diffuplug_bench.word_problems.generator import Problem, problems_of
 from dllm_plugin import default_model
 
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
@@ -104,7 +104,7 @@ def row(one: Problem, number: int) -> dict[str, Any]:
 def results(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the harness reports of all tasks."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [row(problem(seed), number) for number, seed in enumerate(eval_seeds(10))]
+    rows = [row(one, number) for number, one in enumerate(problems_of(10))]
     (folder / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     for name, task in TASKS.items():
         (folder / f"{name}.yaml").write_text(

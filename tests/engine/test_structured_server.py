@@ -17,13 +17,12 @@ from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
     ask_in_json,
-    eval_seeds,
-    problem,
+    problems_of,
 )
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
-PROBLEMS = [problem(seed) for seed in eval_seeds(32)]
+PROBLEMS = problems_of(32)
 SHAPES = {"look": SCHEMAS["range"], "stop": SCHEMAS["empty"]}
 CALLS = {"begin": "<call>", "schema": {"type": "integer"}, "end": "</call>"}
 SECONDS = (

@@ -12,7 +12,7 @@ from quantised import DTYPE, quantise
 from safetensors.torch import load_file, save_file
 from trained_weights import trained
 
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 def scores(llm: Any) -> list[float]:
     """Log-probabilities of tokens behind problems, which an adapter moves if it moves no token."""
-    prompts = [
-        llm.get_tokenizer().encode(problem(seed).question) for seed in eval_seeds(3)
-    ]
+    prompts = [llm.get_tokenizer().encode(one.question) for one in problems_of(3)]
     found = generate(llm, prompts, params(20, logprobs=0))
     places = [place for output in found for place in output.outputs[0].logprobs]
     return [one.logprob for place in places for one in place.values()]

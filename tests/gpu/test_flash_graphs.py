@@ -15,7 +15,7 @@ import torch
 from engines import CHECKPOINTS, a_prompt, generate, params, step_through, token_ids
 
 from diffuplug_bench.eval import scores as evaluate
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import problems_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
@@ -299,8 +299,9 @@ def test_the_bundled_model_as_it_is_served(cascade):
     engine = evaluate.start(evaluate.ways()["D2F, threshold 0.9"], "bfloat16")
     buffers = check_builder(engine).model_state.sequences.cascade
     before = buffers.context.clone()
-    problems = [problem(seed) for seed in eval_seeds(100)]
-    score = evaluate.decode(engine, problems, evaluate.MAX_TOKENS, False)
+    problems = problems_of(100)
+    found = evaluate.answers(engine, problems, evaluate.MAX_TOKENS, False)
+    score = evaluate.score(found, problems)
     assert (buffers.context != before).any()
     end(engine)
     assert score.accuracy >= 0.98 and score.tokens_per_forward > 20

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from diffuplug_bench.eval.scores import MAX_TOKENS, decode, start_in_process
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.eval.scores import MAX_TOKENS, answers, score, start_in_process
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin.commands.offline import bundled_options, stop_engine
 from dllm_plugin.models.checkpoints.quantised import (
     DTYPES,
@@ -71,7 +71,7 @@ def test_the_bundled_model_answers_as_well(
     options = bundled_options({"strategy": "block_diffusion"} | dllm)
     given = {"dtype": "bfloat16", "quantization": form.get("quantization")}
     engine = start_in_process(options | given)
-    problems = [problem(seed) for seed in eval_seeds(20)]
-    found = decode(engine, problems, MAX_TOKENS, bar=False)
+    problems = problems_of(20)
+    found = score(answers(engine, problems, MAX_TOKENS, bar=False), problems)
     stop_engine(engine)
     assert found.accuracy >= 0.95

@@ -12,6 +12,7 @@ from diffuplug_bench import problems, report, worker_extension
 from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
 from diffuplug_bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
 from diffuplug_bench.step import floor, measure, schedule
+from diffuplug_bench.word_problems.generator import problems_of
 from dllm_plugin import default_model
 
 
@@ -199,7 +200,7 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
 
 def test_any_model_with_a_chat_template_is_scored() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(default_model.path())
-    asked = problems.problems_of(4)
+    asked = problems_of(4)
     texts = [problem.answer for problem in asked[:3]] + ["no number here"]
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     for is_bundled in (True, False):

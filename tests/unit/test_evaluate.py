@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from diffuplug_bench.eval import every_policy, refreshes, report, scores
 from diffuplug_bench.eval.report import Row, Way
-from diffuplug_bench.word_problems.generator import eval_seeds, problem
+from diffuplug_bench.word_problems.generator import eval_seeds, problem, problems_of
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.resolution import resolve
@@ -60,7 +60,7 @@ def test_schedules_run_from_one_token_per_step_to_few_steps() -> None:
 
 
 def test_score() -> None:
-    problems = [problem(seed) for seed in eval_seeds(2)]
+    problems = problems_of(2)
     texts = [problems[0].answer, "#### 0 and more"]
     forwards = SimpleNamespace(histogram=[3, 2])
     outputs: Any = [
@@ -73,7 +73,7 @@ def test_score() -> None:
         )
         for text in texts
     ]
-    got = scores.score(outputs, problems, positions=400, seconds=2.0)
+    got = scores.score(scores.Answers(outputs, 400, 2.0), problems)
     assert got == scores.Score(0.5, 2.0, 20.0, 2.0)
 
 
@@ -142,9 +142,7 @@ def test_refreshes_that_cost_less_are_accepted(
 
 
 def test_prompts_three_times_as_long_hold_the_question_three_times() -> None:
-    short, long = (
-        refreshes.problems_of(2, repeats)[1] for repeats in refreshes.REPEATS
-    )
+    short, long = (refreshes.repeated(2, repeats)[1] for repeats in refreshes.REPEATS)
     assert long.question == f"{short.question} {short.question} {short.question}"
     assert long.result == short.result and short == problem(eval_seeds(2)[1])
 
