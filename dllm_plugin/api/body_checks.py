@@ -6,7 +6,6 @@ What pydantic refuses gets one sentence, too, in place of its list of errors.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -16,24 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from dllm_plugin.config.grammar_refusals import refusal_of
 from dllm_plugin.config.request.checks import check_characters, leaves_of
-from dllm_plugin.config.request.structured_outputs import (
-    OF_COMPILERS,
-    SENT_AS,
-    check_expressions,
-    field_of,
-)
+from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
 from dllm_plugin.config.validation import did_you_mean, shown
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
-# Where tools have a schema: of chats, of responses and of messages.
-OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
 # Of bodies whose messages may be null.
@@ -47,19 +37,19 @@ LISTED = re.compile(rb'"message":"\d+ validation error')
 ERROR = re.compile(
     r"""'loc': (?P<l>['"])(?P<loc>.*?)(?P=l), 'msg': (?P<q>['"])(?P<msg>.*?)(?P=q), 'input'"""
 )
+# As pydantic writes errors itself: of bodies that vLLM makes of others, and of parts of messages.
+WRITTEN = re.compile(r"^(?P<loc>\S+)\n  (?P<msg>.*?) \[type=", re.MULTILINE)
+OF_PARTS = re.compile(r"\d+ validation errors? for ValidatorIterator")
 WORD = re.compile(r"Input should be '")
 REASON = re.compile(r"""'ctx': {'error': (['"])(.*?)\1}""")
 RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
 PARAMETER = re.compile(r" \(parameter=.*\)$")
 OBJECT = re.compile(r"a valid dictionary.*")
+LIST = re.compile(r"iterable$")
 REFUSAL = "refusal"
 GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tool_choice)"|"text"\s*:\s*\{'
 )
-# vLLM asks a backend that cannot serve a canvas about schemas with `patternProperties`.
-OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
-# Of parameters and a backend; empty for that of the server.
-Verifier = Callable[[SamplingParams, str], None]
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
     rb'|"(?:messages|tools)"\s*:\s*[^\s\[]'
@@ -141,47 +131,60 @@ def _reworded(reply: bytes, body: bytes) -> bytes:
 
 
 def sentence_of(errors: str, body: bytes) -> str:
-    """Return a sentence for pydantic's errors, as vLLM lists them: a line with one each.
+    """Return a sentence for pydantic's errors, as vLLM lists them or as pydantic does.
 
     Of the types that a field may have, that which reads most of the value counts.
     """
-    lines = errors.split("\n")[1:]
-    found = [entry for line in lines if (entry := ERROR.search(line))]
-    if not found:
-        return " ".join(lines).strip() or "The body is not valid."
     try:
         fields = json.loads(body)
     except ValueError:
         fields = None
+    within = ""
+    if OF_PARTS.match(errors):  # does not tell of which message
+        within, fields = "content.", _message_of_parts(fields)
+        if isinstance(fields["content"], dict):  # whose keys were read as parts
+            got = shown(fields["content"])
+            return f"content must be a string or a list of parts, got {got}."
+    entries = list(ERROR.finditer(errors)) or WRITTEN.finditer(errors)
+    found = [(within + e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
+    if not found:
+        return " ".join(errors.split("\n")[1:]).strip() or "The body is not valid."
     # A kind whose fixed word is another one is not what was meant.
-    others = [e["loc"].rpartition(".")[0] for e in found if WORD.match(e["msg"])]
-    meant = [e for e in found if not e["loc"].startswith(tuple(others))]
-    if any(entry["msg"] == "Field required" for entry in meant):
+    others = tuple(loc.rpartition(".")[0] for loc, said in found if WORD.match(said))
+    meant = [entry for entry in found if not entry[0].startswith(others)]
+    if any(said == "Field required" for _, said in meant):
         found = meant
-    best = max(found, key=lambda entry: len(_known_steps(entry["loc"], fields)))
-    said = best["msg"].replace("\\'", "'")
-    names = _known_steps(best["loc"], fields)
+    place, said = max(found, key=lambda entry: len(_known_steps(entry[0], fields)))
+    names = _known_steps(place, fields)
     name = ".".join(names) or "The body"
     if said == "JSON decode error":
         why = REASON.search(errors)
-        place = best["loc"].removeprefix("body.")
-        return f"The body is no JSON: {why[2] if why else said}, at character {place}."
+        at_character = place.removeprefix("body.")
+        return f"The body is no JSON: {why[2] if why else said}, at character {at_character}."
     if said == "Field required":
-        last = best["loc"].removeprefix("body").split(".")[-1]
+        last = place.removeprefix("body").split(".")[-1]
         return f"{'.'.join([*names, last]) or 'The body'} is missing: give it."
     for start in ("Value error, ", "Assertion failed, "):
         if said.startswith(start):
             return PARAMETER.sub("", said.removeprefix(start))
     rules = []
-    for entry in found:
-        rule = RULE.search(entry["msg"].replace("\\'", "'"))
-        if rule and _known_steps(entry["loc"], fields) == names:
-            rules.append(OBJECT.sub("an object", rule[1]).replace("a valid ", "a "))
+    for loc, words in found:
+        rule = RULE.search(words)
+        if rule and _known_steps(loc, fields) == names:
+            words = LIST.sub("a list", OBJECT.sub("an object", rule[1]))
+            rules.append(words.replace("a valid ", "a "))
     value = shown(_at_steps(fields, names))
     if not rules:
         return f"{name}: {said}, got {value}."
     allowed = " or ".join(dict.fromkeys(rules)).replace("a integer", "an integer")
     return f"{name} must {allowed}, got {value}.".replace(" or be ", " or ")
+
+
+def _message_of_parts(fields: Any) -> Any:
+    """Return the first message of a body whose content is no text."""
+    messages = fields["messages"]
+    texts = str | None
+    return next(m for m in messages if not isinstance(m.get("content"), texts))
 
 
 def _known_steps(place: str, fields: Any) -> list[str]:
@@ -238,7 +241,7 @@ def check_body(body: bytes) -> None:
             raise ValueError(f"{name} must be {words}, got {shown(value)}.")
     _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
-    if isinstance(_at(fields, "tool_choice", "function"), dict):
+    if isinstance(at(fields, "tool_choice", "function"), dict):
         _check_tools(fields.get("tools"))
     for name, value in fields.items():
         check_characters("A name of the body", name)
@@ -306,81 +309,8 @@ def _check_input(items: Any) -> None:
 def _check_tools(tools: Any) -> None:
     """Raise ValueError for tools among which vLLM cannot look for the chosen one."""
     for tool in tools or ():
-        if _at(tool, "function", "name") is None:
+        if at(tool, "function", "name") is None:
             raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
-
-
-def check_grammars(body: bytes, verify: Verifier) -> None:
-    """Raise ValueError for a grammar that no backend of vLLM's compiles, in our words.
-
-    Args:
-        verify: vLLM's check of parameters by a backend; raises VLLMValidationError.
-    """
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return  # the route refuses it with the place of the error
-    fields_sent = []
-    for field, kind, spec in _grammars(fields):
-        SENT_AS.set(field)
-        fields_sent.append(field)
-        asked = StructuredOutputsParams(**{kind: spec})
-        try:
-            verify(SamplingParams(structured_outputs=asked), "")
-        except VLLMValidationError as error:
-            if OF_COMPILERS.match(str(error)):
-                check_expressions(asked)
-                if str(error).startswith(OF_THAT_BACKEND):
-                    raise ValueError(_unlike_patterns(asked, verify)) from error
-                raise ValueError(refusal_of(field_of(kind), error)) from error
-    if fields_sent:  # read by the checks of the engine's client, which names no field
-        SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)))
-
-
-def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
-    """Return the sentence for a schema with patterns of names that xgrammar does not read."""
-    asked._backend = None
-    try:
-        verify(SamplingParams(structured_outputs=asked), "guidance")
-    except VLLMValidationError as error:
-        return refusal_of(SENT_AS.get(), error)
-    return (
-        f"{SENT_AS.get()} has patternProperties beside keywords that xgrammar does not read: "
-        "write it without one of them, or start with "
-        "--structured-outputs-config.backend guidance."
-    )
-
-
-def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield the field, the kind and the text of grammars that hold a reply."""
-    for kind in ("regex", "grammar", "json"):
-        if isinstance(spec := _at(fields, "structured_outputs", kind), str):
-            yield f"structured_outputs {kind}", kind, spec
-    found = [
-        ("response_format", _at(fields, "response_format", "json_schema", "schema")),
-        ("structured_outputs json", _at(fields, "structured_outputs", "json")),
-        ("text", _at(fields, "text", "format", "schema")),
-    ]
-    choice = _at(fields, "tool_choice")
-    tools = _at(fields, "tools")
-    mode = choice.get("type") if isinstance(choice, dict) else choice
-    if mode not in (None, "auto", "none"):
-        chosen = _at(choice, "function", "name") or _at(choice, "name")
-        for tool in tools if isinstance(tools, list) else ():
-            names = (_at(tool, "function", "name"), _at(tool, "name"))
-            if chosen is None or chosen in names:
-                for path in OF_TOOLS:
-                    found.append(("tools", _at(tool, *path)))
-    for field, schema in found:
-        if isinstance(schema, dict):
-            yield field, "json", schema
-
-
-def _at(value: Any, *names: str) -> Any:
-    """Return what stands under names; None if an object has no such name."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def _verifier(state: State) -> Verifier:

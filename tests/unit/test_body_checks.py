@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 from fastapi import FastAPI, UploadFile
 from fastapi.testclient import TestClient
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -17,8 +17,8 @@ from vllm.v1.structured_output.backend_outlines import (
     validate_structured_output_request_outlines,
 )
 
-from dllm_plugin.api.body_checks import BodyChecks, check_body, check_grammars
-from dllm_plugin.config.request.structured_outputs import SENT_AS
+from dllm_plugin.api.body_checks import BodyChecks, check_body, sentence_of
+from dllm_plugin.config.request.structured_outputs import SENT_AS, check_grammars
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +165,24 @@ def test_a_wrong_shape_is_one_sentence(body: Any, sentence: str) -> None:
     assert reply.status_code == 400
     said = reply.json()["error"]["message"]
     assert said.startswith(sentence) and "\n" not in said
+
+
+def test_errors_that_pydantic_wrote_are_one_sentence() -> None:
+    """They come of requests that vLLM makes of a body; of parts the message is not known."""
+    body = {"prompt": "a", "messages": [{"role": "tool"}], "n": "x"}
+    with pytest.raises(ValidationError) as caught:
+        Asked.model_validate(body)
+    said = sentence_of(str(caught.value), json.dumps(body).encode())
+    assert said == "messages.0.content is missing: give it."
+    parts = [{"role": "user", "content": "a"}, {"content": [{"kind": "call"}]}]
+    written = (
+        "1 validation error for ValidatorIterator\n0.Call.name\n  Field required [type="
+    )
+    said = sentence_of(written, json.dumps({"messages": parts}).encode())
+    assert said == "content.0.name is missing: give it."
+    body = {"messages": [{"content": {"kind": "call"}}]}
+    said = sentence_of(written, json.dumps(body).encode())
+    assert said.startswith("content must be a string or a list of parts, got {")
 
 
 def test_files_are_no_json() -> None:

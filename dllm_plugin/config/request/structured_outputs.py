@@ -3,17 +3,19 @@
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.cuda_graphs import CPU_WORKER, GRAMMAR_WORKER, OUR_WORKERS
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.grammar_refusals import check_regex, check_schema
+from dllm_plugin.config.grammar_refusals import check_regex, check_schema, refusal_of
 from dllm_plugin.config.validation import shown
 
 from .arguments import RequestArguments
@@ -30,6 +32,12 @@ REGULAR = ("json", "regex", "choice", "grammar")
 
 # The field of a request's body that has its JSON schema.
 SENT_AS: ContextVar[str] = ContextVar("SENT_AS", default="structured_outputs json")
+# Where tools have a schema: of chats, of responses and of messages.
+OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
+# vLLM asks a backend that cannot serve a canvas about schemas with `patternProperties`.
+OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
+# Of parameters and a backend; empty for that of the server.
+Verifier = Callable[[SamplingParams, str], None]
 OF_COMPILERS = re.compile("Grammar error|Invalid grammar|Failed to transform|Regex ")
 
 
@@ -153,3 +161,76 @@ def _filters(params: SamplingParams, asked: RequestArguments) -> str:
         if getattr(asked, name):
             return f"dllm_{name} bans the end of a text: leave it out"
     return ""
+
+
+def check_grammars(body: bytes, verify: Verifier) -> None:
+    """Raise ValueError for a grammar that no backend of vLLM's compiles, in our words.
+
+    Args:
+        verify: vLLM's check of parameters by a backend; raises VLLMValidationError.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return  # the route refuses it with the place of the error
+    fields_sent = []
+    for field, kind, spec in _grammars(fields):
+        SENT_AS.set(field)
+        fields_sent.append(field)
+        asked = StructuredOutputsParams(**{kind: spec})
+        try:
+            verify(SamplingParams(structured_outputs=asked), "")
+        except VLLMValidationError as error:
+            if OF_COMPILERS.match(str(error)):
+                check_expressions(asked)
+                if str(error).startswith(OF_THAT_BACKEND):
+                    raise ValueError(_unlike_patterns(asked, verify)) from error
+                raise ValueError(refusal_of(field_of(kind), error)) from error
+    if fields_sent:  # read by the checks of the engine's client, which names no field
+        SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)))
+
+
+def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
+    """Return the sentence for a schema with patterns of names that xgrammar does not read."""
+    asked._backend = None
+    try:
+        verify(SamplingParams(structured_outputs=asked), "guidance")
+    except VLLMValidationError as error:
+        return refusal_of(SENT_AS.get(), error)
+    return (
+        f"{SENT_AS.get()} has patternProperties beside keywords that xgrammar does not read: "
+        "write it without one of them, or start with "
+        "--structured-outputs-config.backend guidance."
+    )
+
+
+def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield the field, the kind and the text of grammars that hold a reply."""
+    for kind in ("regex", "grammar", "json"):
+        if isinstance(spec := at(fields, "structured_outputs", kind), str):
+            yield f"structured_outputs {kind}", kind, spec
+    found = [
+        ("response_format", at(fields, "response_format", "json_schema", "schema")),
+        ("structured_outputs json", at(fields, "structured_outputs", "json")),
+        ("text", at(fields, "text", "format", "schema")),
+    ]
+    choice = at(fields, "tool_choice")
+    tools = at(fields, "tools")
+    mode = choice.get("type") if isinstance(choice, dict) else choice
+    if mode not in (None, "auto", "none"):
+        chosen = at(choice, "function", "name") or at(choice, "name")
+        for tool in tools if isinstance(tools, list) else ():
+            names = (at(tool, "function", "name"), at(tool, "name"))
+            if chosen is None or chosen in names:
+                for path in OF_TOOLS:
+                    found.append(("tools", at(tool, *path)))
+    for field, schema in found:
+        if isinstance(schema, dict):
+            yield field, "json", schema
+
+
+def at(value: Any, *names: str) -> Any:
+    """Return what stands under names; None if an object has no such name."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
