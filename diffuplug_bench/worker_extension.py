@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # The uniform distribution within it has the standard deviation of initialised models, 0.02.
 BOUND = 0.02 * 3**0.5
-# Names of a layer's stored weight, and the largest number of its dtype: 32 bits pack eight numbers
-# of four bits, 8 bits without a sign two of float4.
+# How names of stored weights end (`w13_weight` of experts), and the largest number of a dtype:
+# 32 bits pack eight numbers of four bits, 8 bits without a sign two of float4.
 WEIGHTS = ("weight", "weight_packed", "qweight")
 LARGEST = {
     torch.float8_e4m3fn: 448.0,
@@ -119,7 +119,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for layer in model.modules():
             own = dict(layer.named_parameters(recurse=False))
-            stored = [own[name].dtype for name in WEIGHTS if name in own]
+            stored = [own[name].dtype for name in own if name.endswith(WEIGHTS)]
             largest = LARGEST.get(stored[0]) if stored else None
             for name, parameter in own.items():
                 _fill_one(name, parameter, largest, generator)
@@ -135,7 +135,7 @@ def _fill_one(
         if largest is not None:
             _fill_scale(parameter, BOUND / largest)
     elif not parameter.is_floating_point():
-        if name in WEIGHTS:
+        if name.endswith(WEIGHTS):
             parameter.random_(*INTEGERS[parameter.dtype], generator=generator)
     elif parameter.dtype == torch.float8_e4m3fn:
         assert largest is not None
