@@ -218,6 +218,22 @@ def step_through(
 LETTERS = list(range(64, 90))  # "a" to "z" in both tiny vocabularies
 
 
+def abort_often(llm: Any, jobs: Sequence[tuple[list[int], Any]]) -> None:
+    """Abort (prompt, wish) pairs after 0, 1, 2 and 5 steps; all pages come back every time."""
+    engine, pages = llm.llm_engine, free_pages(llm)
+    names = [str(i) for i in range(len(jobs))]
+    for steps in (0, 1, 2, 5):
+        for name, (prompt, wish) in zip(names, jobs, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, wish)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        for _ in range(3):
+            engine.step()
+        assert not engine.has_unfinished_requests()
+        assert free_pages(llm) == pages, steps
+
+
 def letters(length: int, seed: int = 0) -> list[int]:
     """A prompt of letters: vLLM decodes an answer behind broken UTF-8 together with it."""
     return [LETTERS[(5 * i * i + seed * i + seed) % 26] for i in range(length)]

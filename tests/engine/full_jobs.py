@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -209,3 +209,23 @@ def random_jobs(
         if len(found) == wanted:
             return found
     raise AssertionError("too many close calls")
+
+
+def check_preempted(llm: Any, decoder: Decoder, jobs: Sequence[FullJob]) -> int:
+    """Requests that lose their cache decode as the plain loop does that loses it there, too.
+
+    A block takes three steps at most, since one that is preempted more often gets nowhere. Returns
+    how often a request lost its cache.
+    """
+    numbers = {"steps": 3, "block_length": 8}
+    jobs = [replace(job, numbers=job.numbers | numbers) for job in jobs]
+    lost = [set[int]() for _ in jobs]
+    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], 4, lost)
+    compared = 0
+    for job, output, places in zip(jobs, outputs, lost, strict=True):
+        text = job.decode(decoder, lost=places)
+        if text.margin > TOO_CLOSE:
+            assert token_ids(output) == text.answer(), (job, places)
+            compared += 1
+    assert compared > len(jobs) // 2
+    return sum(map(len, lost))

@@ -6,6 +6,7 @@ import pytest
 from engines import (
     EngineRoom,
     a_prompt,
+    abort_often,
     forwards,
     free_pages,
     num_preemptions,
@@ -116,17 +117,8 @@ def test_seeds_and_logprobs_survive_preemption(decoder: Decoder, llm: Any) -> No
 def test_abort_gives_every_page_back(decoder: Decoder, llm: Any) -> None:
     """Aborted while waiting, after the first pass and in the middle of a block."""
     jobs = small_blocks(decoder, 6)
-    engine, pages = llm.llm_engine, free_pages(llm)
-    for steps in (0, 1, 2, 5):
-        for i, job in enumerate(jobs):
-            engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.wish())
-        for _ in range(steps):
-            engine.step()
-        engine.abort_request([str(i) for i in range(6)])
-        for _ in range(3):
-            engine.step()
-        assert not engine.has_unfinished_requests()
-        assert free_pages(llm) == pages, steps
+    pages = free_pages(llm)
+    abort_often(llm, [(job.prompt, job.wish()) for job in jobs])
     # Nothing of them is left for those who come next under the same names.
     arrivals = {0: [(str(i), job.prompt, job.wish()) for i, job in enumerate(jobs)]}
     done = step_through(llm, arrivals)

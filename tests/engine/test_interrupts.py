@@ -92,43 +92,12 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
-@pytest.mark.parametrize("phase", ["starting the engine", IMPORTED[0]])
-def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
-    python = PYTHON if whole_group else sys.executable
-    command = [python, "-m", "dllm_plugin.commands.cli", "generate", "x"]
-    log = folder / "log"
+def interrupt_start(
+    command: list[str], given: dict[str, str], log: Path, words: str, whole_group: bool
+) -> None:
+    """Interrupt a command once its log has some words; it ends soon, without a traceback."""
     with log.open("wb") as file:
-        process = spawn(
-            [*command, "--model", TINY, "--gpu-memory-utilization=0.1"],
-            stdout=file,
-            stderr=file,
-            env=environment(TMPDIR=str(folder)),
-        )
-    try:
-        wait_for(log, phase, process)
-        one = None if whole_group else process.pid
-        assert interrupted(process, signal.SIGINT, one) < SOON + SLACK
-    finally:
-        end(process)
-    assert process.returncode == 130
-    assert "Traceback" not in log.read_text()
-    assert not list(folder.glob("diffuplug-*.log"))
-
-
-@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
-@pytest.mark.parametrize("words", ["diffuplug: starting vLLM", IMPORTED[1]])
-def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        process = spawn(
-            serve_command(free_port(), python=sys.executable),
-            stdout=file,
-            stderr=file,
-            env=environment(
-                VLLM_LOGGING_LEVEL="INFO" if words == "EngineCore" else "WARNING"
-            ),
-        )
+        process = spawn(command, stdout=file, stderr=file, env=given)
     try:
         wait_for(log, words, process)
         one = None if whole_group else process.pid
@@ -137,6 +106,26 @@ def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
         end(process)
     assert process.returncode == 130
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
+@pytest.mark.parametrize("phase", ["starting the engine", IMPORTED[0]])
+def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
+    python = PYTHON if whole_group else sys.executable
+    command = [python, "-m", "dllm_plugin.commands.cli", "generate", "x"]
+    command += ["--model", TINY, "--gpu-memory-utilization=0.1"]
+    given = environment(TMPDIR=str(folder))
+    interrupt_start(command, given, folder / "log", phase, whole_group)
+    assert not list(folder.glob("diffuplug-*.log"))
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
+@pytest.mark.parametrize("words", ["diffuplug: starting vLLM", IMPORTED[1]])
+def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
+    command = serve_command(free_port(), python=sys.executable)
+    level = "INFO" if words == "EngineCore" else "WARNING"
+    given = environment(VLLM_LOGGING_LEVEL=level)
+    interrupt_start(command, given, tmp_path / "log", words, whole_group)
 
 
 @pytest.fixture

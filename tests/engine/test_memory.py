@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engines import (
     EngineRoom,
+    abort_often,
     canvas_states,
     forwards,
     free_pages,
@@ -90,19 +91,7 @@ def test_abort_gives_every_page_back(overlapped: bool, room: EngineRoom) -> None
     llm = room.start(
         "llada", async_scheduling=overlapped, block_size=32, max_num_seqs=4
     )
-    engine, pages = llm.llm_engine, free_pages(llm)
-    for steps in (0, 1, 2, 5):
-        for i, one in enumerate(MIXED[:6]):
-            engine.add_request(
-                str(i), {"prompt_token_ids": list(one.prompt)}, one.wish()
-            )
-        for _ in range(steps):
-            engine.step()
-        engine.abort_request([str(i) for i in range(6)])
-        for _ in range(3):
-            engine.step()
-        assert not engine.has_unfinished_requests()
-        assert free_pages(llm) == pages, steps
+    abort_often(llm, [(list(one.prompt), one.wish()) for one in MIXED[:6]])
     check(llm, "llada", MIXED[:2])
 
 

@@ -1,5 +1,6 @@
 """Gaps to fill: tokens and forwards are those of the plain loops, whatever else is in the batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +18,13 @@ from engines import (
 from full_jobs import (
     CANVAS,
     DECODERS,
-    TOO_CLOSE,
     Decoder,
     FullJob,
     check,
+    check_preempted,
     every_decoder,
     random_jobs,
     run,
-    run_interrupted,
     start,
 )
 from template_jobs import gap_job, random_gap_jobs
@@ -82,44 +82,15 @@ def test_suffixes_longer_than_the_canvas(decoder: Decoder, llm: Any) -> None:
     outputs = run(llm, [job for job, _ in together])
     for (job, text), output in zip(together, outputs, strict=True):
         check(job, text, output)
-    exact = jobs[:8]
-    lost = [set[int]() for _ in exact]
-    steps = {"steps": 3, "block_length": 8}
-    again = []
-    for job, _ in exact:
-        again.append(gap_job(job.prompt, list(job.template), job.numbers | steps))
-    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in again], 4, lost)
-    compared = 0
-    for job, output, places in zip(again, outputs, lost, strict=True):
-        text = job.decode(decoder, lost=places)
-        if text.margin > TOO_CLOSE:
-            assert token_ids(output) == text.answer(), (job, places)
-            compared += 1
-    assert compared > len(exact) // 2
-    assert sum(map(len, lost)) >= 4
+    exact = [replace(job, stop=()) for job, _ in jobs[:8]]
+    assert check_preempted(llm, decoder, exact) >= 4
 
 
 @every_decoder
 def test_preempted_gaps_are_filled_again(decoder: Decoder, llm: Any) -> None:
-    """A block takes three steps at most, since one that is preempted more often gets nowhere."""
-    lost = [set[int]() for _ in range(12)]
-    jobs = [
-        gap_job(
-            job.prompt,
-            list(job.template),
-            job.numbers | {"steps": 3, "block_length": 8},
-        )
-        for job, _ in random_gap_jobs(decoder, len(lost), seed=3)
-    ]
-    outputs = run_interrupted(llm, [(job.prompt, job.wish()) for job in jobs], 4, lost)
-    assert sum(map(len, lost)) >= 4
-    compared = 0
-    for job, output, places in zip(jobs, outputs, lost, strict=True):
-        text = job.decode(decoder, lost=places)
-        if text.margin > TOO_CLOSE:
-            assert token_ids(output) == text.answer(), (job, places)
-            compared += 1
-    assert compared > len(jobs) // 2
+    gaps = random_gap_jobs(decoder, 12, seed=3)
+    jobs = [replace(job, stop=()) for job, _ in gaps]
+    assert check_preempted(llm, decoder, jobs) >= 4
 
 
 @every_decoder

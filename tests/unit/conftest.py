@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("surface")
 GOLDENS = Path(__file__).parents[1] / "goldens"
 CHECKPOINTS = GOLDENS / "checkpoints"
 

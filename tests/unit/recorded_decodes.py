@@ -9,6 +9,21 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
+# Checkpoints of which the authors' tokenizers were recorded, too.
+WITH_TOKENIZERS = (
+    *(
+        "tiny-llada",
+        "tiny-dream",
+        "tiny-sdar",
+        "tiny-sdar-moe",
+        "tiny-llada2.0",
+        "tiny-llada2.1",
+        "tiny-llada-moe",
+        "tiny-rnd1",
+    ),
+    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
+    "tiny-a2d-qwen3",
+)
 
 
 class Case(NamedTuple):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dllm_plugin", "diffuplug_bench")
 GRAMMARS = ("engine/grammars", "engine/scheduling/grammar")
@@ -79,3 +81,45 @@ def made_imports(*prefixes: str) -> Iterator[tuple[str, str]]:
                 yield from (
                     (a.name, "") for a in node.names if a.name.split(".")[0] == "vllm"
                 )
+
+
+def import_test(table: str) -> Any:
+    """A test of each name in a table of imports."""
+
+    @pytest.mark.parametrize("module,name", sorted(listed_imports(table)))
+    def test(module: str, name: str) -> None:
+        found = importlib.import_module(module)
+        assert hasattr(found, name), f"{name} is gone from {module}"
+
+    return test
+
+
+def signature_test(table: dict[str, str]) -> Any:
+    """A test of the arguments of each callable in a table."""
+
+    @pytest.mark.parametrize("name", list(table))
+    def test(name: str) -> None:
+        assert arguments(found_in_vllm(name)) == table[name]
+
+    return test
+
+
+def field_test(table: dict[type, str]) -> Any:
+    """A test of the fields of each class in a table."""
+
+    @pytest.mark.parametrize("owner", list(table), ids=lambda owner: owner.__name__)
+    def test(owner: type) -> None:
+        assert set(table[owner].split()) - fields_of(owner) == set()
+
+    return test
+
+
+def property_test(table: dict[Any, str]) -> Any:
+    """A test of what each class in a table has besides its fields."""
+
+    @pytest.mark.parametrize("owner", list(table), ids=lambda owner: owner.__name__)
+    def test(owner: type) -> None:
+        missing = [name for name in table[owner].split() if not hasattr(owner, name)]
+        assert missing == []
+
+    return test

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from recorded_decodes import WITH_TOKENIZERS
 from transformers import AutoConfig
 
 from dllm_plugin.decoding.families import FAMILIES
@@ -85,23 +86,7 @@ def test_dream_reads_as_qwen2(checkpoints):
     assert config.source_name == "Dream-org/Dream-v0-Instruct-7B"
 
 
-CHECKPOINTS = (
-    *(
-        "tiny-llada",
-        "tiny-dream",
-        "tiny-sdar",
-        "tiny-sdar-moe",
-        "tiny-llada2.0",
-        "tiny-llada2.1",
-        "tiny-llada-moe",
-        "tiny-rnd1",
-    ),
-    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
-    "tiny-a2d-qwen3",
-)
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", WITH_TOKENIZERS)
 def test_configs_travel_to_workers(name, checkpoints, tmp_path):
     config = AutoConfig.from_pretrained(checkpoints / name)
     assert pickle.loads(pickle.dumps(config)).to_dict() == config.to_dict()

@@ -5,27 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded_decodes import WITH_TOKENIZERS
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.config.request.checks import check_prompt_tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
-NAMES = (
-    *(
-        "tiny-llada",
-        "tiny-dream",
-        "tiny-sdar",
-        "tiny-sdar-moe",
-        "tiny-llada2.0",
-        "tiny-llada2.1",
-        "tiny-llada-moe",
-        "tiny-rnd1",
-    ),
-    *("tiny-fast-dllm-v2", "tiny-fast-dllm-v2-tied", "tiny-stable-diffcoder"),
-    "tiny-a2d-qwen3",
-)
-ALL = pytest.mark.parametrize("name", NAMES)
+ALL = pytest.mark.parametrize("name", WITH_TOKENIZERS)
 # Nobody recorded what the authors' tokenizers make of texts.
 OTHERS = ("tiny-nemotron", "tiny-idlm", "tiny-wedlm", "tiny-llada2.2")
 
@@ -161,7 +148,7 @@ def test_tokenizer_code_of_a_repository_is_not_asked_for(
     check(load(path), json.loads((goldens / "tokenizer_checks.json").read_text())[name])
 
 
-@pytest.mark.parametrize("name", (*NAMES, *OTHERS))
+@pytest.mark.parametrize("name", (*WITH_TOKENIZERS, *OTHERS))
 def test_a_literal_mask_text_in_a_prompt(name, checkpoints, vllm_config_for):
     """It is refused if the tokenizer makes a mask of it; RND1's knows no such text."""
     config = vllm_config_for(checkpoints / name)

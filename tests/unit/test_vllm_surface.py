@@ -5,8 +5,7 @@ An upgrade fails here first. Signatures are argument names with defaults, withou
 
 import dataclasses
 
-import pytest
-from surface import arguments, fields_of, found_in_vllm
+from surface import field_test, property_test, signature_test
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -285,23 +284,9 @@ PROPERTIES = {
     SamplingParams: "eos_token_id bad_words_token_ids",
     ModelState: "max_model_len num_new_sampled_tokens_per_step",
 }
-
-
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
-
-
-@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
-def test_fields(owner: type) -> None:
-    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
-
-
-@pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
-def test_properties(owner: type) -> None:
-    assert [
-        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
-    ] == []
+test_signature = signature_test(SIGNATURES)
+test_fields = field_test(FIELDS)
+test_properties = property_test(PROPERTIES)
 
 
 def test_sampler_output_takes_what_we_give() -> None:

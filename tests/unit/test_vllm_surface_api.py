@@ -1,9 +1,6 @@
 """Every symbol, signature and field of vLLM's server that we rely on, in one list."""
 
-import importlib
-
-import pytest
-from surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from surface import fields_of, import_test, listed_imports, made_imports, signature_test
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -80,16 +77,8 @@ def test_imports_are_listed() -> None:
     assert set(made_imports("api")) == listed_imports(IMPORTS)
 
 
-@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
-def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), (
-        f"{name} is gone from {module}"
-    )
-
-
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
+test_import = import_test(IMPORTS)
+test_signature = signature_test(SIGNATURES)
 
 
 def test_the_plugin_is_one() -> None:

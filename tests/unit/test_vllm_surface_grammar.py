@@ -1,17 +1,15 @@
 """Every symbol of vLLM, xgrammar and llguidance that grammars on canvases rely on."""
 
-import importlib
-
 import llguidance
-import pytest
 import xgrammar
 from surface import (
     GRAMMARS,
-    arguments,
-    fields_of,
-    found_in_vllm,
+    field_test,
+    import_test,
     listed_imports,
     made_imports,
+    property_test,
+    signature_test,
 )
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -88,28 +86,10 @@ def test_imports_are_listed() -> None:
     assert set(made_imports(*GRAMMARS)) == listed_imports(IMPORTS)
 
 
-@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
-def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), (
-        f"{name} is gone from {module}"
-    )
-
-
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
-
-
-@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
-def test_fields(owner: type) -> None:
-    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
-
-
-@pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
-def test_properties(owner: type) -> None:
-    assert [
-        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
-    ] == []
+test_import = import_test(IMPORTS)
+test_signature = signature_test(SIGNATURES)
+test_fields = field_test(FIELDS)
+test_properties = property_test(PROPERTIES)
 
 
 def test_a_grammar_of_vllm_has_just_these_methods() -> None:

@@ -1,7 +1,6 @@
 """What we use of vLLM to capture, measure and replay full CUDA graphs, and to count steps."""
 
-import pytest
-from surface import arguments, fields_of, found_in_vllm
+from surface import field_test, signature_test
 from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -34,13 +33,7 @@ SIGNATURES = {
     "config.compilation:CUDAGraphMode.decode_mode": "self",
     "config.compilation:CUDAGraphMode.separate_routine": "self",
 }
-
-
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
-
-
+test_signature = signature_test(SIGNATURES)
 FIELDS = {
     LLMEngine: "logger_manager",
     StatLoggerManager: "stat_loggers",
@@ -48,8 +41,4 @@ FIELDS = {
     CUDAGraphStat: "num_unpadded_tokens",
     SpecDecodingStats: "num_drafts",
 }
-
-
-@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
-def test_fields(owner: type) -> None:
-    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
+test_fields = field_test(FIELDS)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 
 import pytest
-from surface import arguments, fields_of, found_in_vllm
+from surface import fields_of, signature_test
 from vllm.config.attention import AttentionConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
@@ -69,9 +69,7 @@ FLASH_FIELDS = "aot_schedule max_cudagraph_size max_num_splits scheduler_metadat
 FLASH_FIELDS += "use_full_cuda_graph"
 
 
-@pytest.mark.parametrize("name", list(FLASH_SIGNATURES))
-def test_flash_attention_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == FLASH_SIGNATURES[name]
+test_flash_attention_signature = signature_test(FLASH_SIGNATURES)
 
 
 def test_flash_attention_fields() -> None:

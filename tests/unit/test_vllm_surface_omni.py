@@ -3,7 +3,13 @@
 import importlib
 
 import pytest
-from surface import arguments, fields_of, found_in_vllm, listed_imports, made_imports
+from surface import (
+    fields_of,
+    listed_imports,
+    made_imports,
+    property_test,
+    signature_test,
+)
 from vllm.config import (
     AuxOutputConfig,
     CacheConfig,
@@ -160,9 +166,7 @@ def test_import(module: str, name: str) -> None:
         assert hasattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
+test_signature = signature_test(SIGNATURES)
 
 
 @pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__qualname__)
@@ -173,8 +177,4 @@ def test_fields(owner: type) -> None:
     assert set(FIELDS[owner].split()) - known == set()
 
 
-@pytest.mark.parametrize("owner", list(PROPERTIES), ids=lambda owner: owner.__name__)
-def test_properties(owner: type) -> None:
-    assert [
-        name for name in PROPERTIES[owner].split() if not hasattr(owner, name)
-    ] == []
+test_properties = property_test(PROPERTIES)

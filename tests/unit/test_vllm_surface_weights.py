@@ -1,15 +1,12 @@
 """Every symbol of vLLM that weights rely on: updates, adapters of requests, quantised mixtures."""
 
-import importlib
-
-import pytest
 from surface import (
     WEIGHTS,
-    arguments,
-    fields_of,
-    found_in_vllm,
+    field_test,
+    import_test,
     listed_imports,
     made_imports,
+    signature_test,
 )
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -70,21 +67,9 @@ def test_imports_are_listed() -> None:
     assert set(made_imports(*WEIGHTS)) == listed_imports(IMPORTS)
 
 
-@pytest.mark.parametrize("module,name", sorted(listed_imports(IMPORTS)))
-def test_import(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name), (
-        f"{name} is gone from {module}"
-    )
-
-
-@pytest.mark.parametrize("name", list(SIGNATURES))
-def test_signature(name: str) -> None:
-    assert arguments(found_in_vllm(name)) == SIGNATURES[name]
-
-
-@pytest.mark.parametrize("owner", list(FIELDS), ids=lambda owner: owner.__name__)
-def test_fields(owner: type) -> None:
-    assert set(FIELDS[owner].split()) - fields_of(owner) == set()
+test_import = import_test(IMPORTS)
+test_signature = signature_test(SIGNATURES)
+test_fields = field_test(FIELDS)
 
 
 def test_every_backend_is_known() -> None:
