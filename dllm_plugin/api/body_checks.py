@@ -39,7 +39,7 @@ ERROR = re.compile(
 )
 # As pydantic writes errors itself: of bodies that vLLM makes of others, and of parts of messages.
 WRITTEN = re.compile(r"^(?P<loc>\S+)\n  (?P<msg>.*?) \[type=", re.MULTILINE)
-OF_PARTS = re.compile(r"\d+ validation errors? for ValidatorIterator")
+OF_LISTS = re.compile(r"(?:body\.)?\d+\.")
 WORD = re.compile(r"Input should be '")
 REASON = re.compile(r"""'ctx': {'error': (['"])(.*?)\1}""")
 RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
@@ -52,7 +52,7 @@ GRAMMARS = re.compile(
 )
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
-    rb'|"(?:messages|tools)"\s*:\s*[^\s\[]'
+    rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]'
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
 # A string that never ends is one match, or each of its quotes would be tried.
@@ -139,14 +139,20 @@ def sentence_of(errors: str, body: bytes) -> str:
         fields = json.loads(body)
     except ValueError:
         fields = None
-    within = ""
-    if OF_PARTS.match(errors):  # does not tell of which message
-        within, fields = "content.", _message_of_parts(fields)
-        if isinstance(fields["content"], dict):  # whose keys were read as parts
-            got = shown(fields["content"])
-            return f"content must be a string or a list of parts, got {got}."
     entries = list(ERROR.finditer(errors)) or WRITTEN.finditer(errors)
-    found = [(within + e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
+    found = [(e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
+    if isinstance(fields, dict) and found and OF_LISTS.match(found[0][0]):
+        # Of lists that are read later than their message pydantic does not name the message.
+        lists = _lists_of(fields)
+        for place, items in lists:
+            if wrong := _wrong_item(place, items):
+                return wrong
+        place, said = found[0]
+        if len(lists) != 1:
+            last = place.rpartition(".")[2]
+            return f"messages hold a part or a call that is not valid: {last}: {said}."
+        within = lists[0][0]
+        found = [(f"{within}.{loc.removeprefix('body.')}", said) for loc, said in found]
     if not found:
         return " ".join(errors.split("\n")[1:]).strip() or "The body is not valid."
     # A kind whose fixed word is another one is not what was meant.
@@ -180,11 +186,27 @@ def sentence_of(errors: str, body: bytes) -> str:
     return f"{name} must {allowed}, got {value}.".replace(" or be ", " or ")
 
 
-def _message_of_parts(fields: Any) -> Any:
-    """Return the first message of a body whose content is no text."""
-    messages = fields["messages"]
-    texts = str | None
-    return next(m for m in messages if not isinstance(m.get("content"), texts))
+def _lists_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return where messages have lists of parts and of tool calls, and what stands there."""
+    found = []
+    messages = fields.get("messages")
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        for name in ("content", "tool_calls"):
+            value = at(message, name)
+            if isinstance(value, list | dict):
+                found.append((f"messages.{i}.{name}", value))
+    return found
+
+
+def _wrong_item(place: str, items: Any) -> str:
+    """Return a sentence for a list that is none, or that holds no objects; empty if it does."""
+    if isinstance(items, dict):
+        kinds = "a list" if place.endswith("calls") else "a string or a list"
+        return f"{place} must be {kinds}, got {shown(items)}."
+    for i, item in enumerate(items):
+        if not isinstance(item, dict):
+            return f"{place}.{i} must be an object, got {shown(item)}."
+    return ""
 
 
 def _known_steps(place: str, fields: Any) -> list[str]:
@@ -239,6 +261,12 @@ def check_body(body: bytes) -> None:
         is_open = value is None and (name != "messages" or fields.keys() & OTHER_TEXTS)
         if name in fields and not is_open and not isinstance(value, list):
             raise ValueError(f"{name} must be {words}, got {shown(value)}.")
+    for i, message in enumerate(fields.get("messages") or ()):
+        calls = at(message, "tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise ValueError(
+                f"messages.{i}.tool_calls must be a list, got {shown(calls)}."
+            )
     _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
     if isinstance(at(fields, "tool_choice", "function"), dict):

@@ -39,6 +39,7 @@ REFUSED = [
     ({"messages": 5}, "messages must be a list of at least one message, got 5."),
     ({"messages": None}, "messages must be a list of at least one message, got No"),
     ({"tools": {"a": 1}}, "tools must be a list, got {'a': 1}."),
+    ({"messages": [{"tool_calls": 5}]}, "messages.0.tool_calls must be a list, got 5"),
     ({"stream_options": [1]}, "stream_options must be an object, got [1]"),
     ({"request_id": "a\ud800"}, "request_id holds '\\ud800' in 'a\\ud800', half of"),
     ({"a": [{"b": {"\udfff": 1}}]}, "a holds '\\udfff'"),
@@ -168,21 +169,54 @@ def test_a_wrong_shape_is_one_sentence(body: Any, sentence: str) -> None:
 
 
 def test_errors_that_pydantic_wrote_are_one_sentence() -> None:
-    """They come of requests that vLLM makes of a body; of parts the message is not known."""
+    """They come of requests that vLLM makes of a body."""
     body = {"prompt": "a", "messages": [{"role": "tool"}], "n": "x"}
     with pytest.raises(ValidationError) as caught:
         Asked.model_validate(body)
     said = sentence_of(str(caught.value), json.dumps(body).encode())
     assert said == "messages.0.content is missing: give it."
-    parts = [{"role": "user", "content": "a"}, {"content": [{"kind": "call"}]}]
-    written = (
-        "1 validation error for ValidatorIterator\n0.Call.name\n  Field required [type="
-    )
-    said = sentence_of(written, json.dumps({"messages": parts}).encode())
-    assert said == "content.0.name is missing: give it."
-    body = {"messages": [{"content": {"kind": "call"}}]}
-    said = sentence_of(written, json.dumps(body).encode())
-    assert said.startswith("content must be a string or a list of parts, got {")
+
+
+OF_LISTS = (
+    "1 validation error for ValidatorIterator\n0.Call.name\n  Field required [type="
+)
+NO_OBJECT = (
+    "1 validation errors:\n  {'type': 'dict_type', 'loc': 'body.0.Call', 'msg': 'Input "
+)
+NO_OBJECT += "should be a valid dictionary', 'input': '5'}"
+FINE = {"role": "user", "content": [{"kind": "output"}]}
+CALLS = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("errors", "messages", "sentence"),
+    [
+        (OF_LISTS, [{"content": "a"}, FINE], "messages.1.content.0.name is missing: g"),
+        (OF_LISTS, [FINE, FINE], "messages hold a part or a call that is not valid: "),
+        (
+            OF_LISTS,
+            [FINE, {"content": {"a": 1}}],
+            "messages.1.content must be a string",
+        ),
+        (NO_OBJECT, [FINE, {"content": [5]}], "messages.1.content.0 must be an object"),
+        (
+            NO_OBJECT,
+            [CALLS | {"tool_calls": [5]}],
+            "messages.0.tool_calls.0 must be an",
+        ),
+        (NO_OBJECT, [FINE | {"tool_calls": [5]}], "messages.0.tool_calls.0 must be an"),
+        (NO_OBJECT, [5], "messages hold a part or a call that is not valid"),
+    ],
+    ids=str,
+)
+def test_errors_of_lists_that_are_read_late(
+    errors: str, messages: list[Any], sentence: str
+) -> None:
+    """They name no message: what is wrong is looked up in the body."""
+    said = sentence_of(errors, json.dumps({"messages": messages}).encode())
+    assert said.startswith(sentence)
+    without = sentence_of(errors, json.dumps({"prompt": "a"}).encode())
+    assert without.startswith("messages hold a part or a call that is not valid")
 
 
 def test_files_are_no_json() -> None:
