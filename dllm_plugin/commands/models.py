@@ -183,6 +183,8 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     What depends on widths by load the engine checks.
     """
     for adapter in ("lora_path", "draft_adapter"):
+        if options.get(adapter) == "":
+            raise ValueError(f"{adapter} is empty: name a folder, or leave it out.")
         check_adapter_folder(adapter, options.get(adapter) or "")
     if not options or is_elsewhere(model):
         return

@@ -317,7 +317,10 @@ def check_named_files(arguments: Sequence[str]) -> None:
     is_path = "/" in template and not {*"{}\n"} & {*template}
     if is_path and not Path(template).is_file():
         raise ValueError(f"--chat-template {template} is no file")
-    check_folder(value_of(arguments, "--tokenizer") or "")
+    tokenizer = value_of(arguments, "--tokenizer")
+    if tokenizer == "":
+        raise ValueError("--tokenizer is empty: name a folder, or leave it out")
+    check_folder(tokenizer or "")
     socket_folder = Path(value_of(arguments, "--uds") or "").parent
     if not socket_folder.is_dir():
         raise ValueError(f"there is no folder {socket_folder} for --uds")

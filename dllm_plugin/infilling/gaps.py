@@ -157,7 +157,7 @@ def _lengths(given: Any) -> Lengths:
     for length in lengths:
         if type(length) is not int or length < 1:
             raise ValueError(
-                f"A gap must have a whole number of positions, got {shown(length)}."
+                f"A gap must have at least 1 position, a whole number, got {shown(length)}."
             )
     if not 1 <= len(lengths) <= MOST_LENGTHS:
         raise ValueError(

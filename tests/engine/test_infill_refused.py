@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "infill",
         {"text": "a [MASK:0]"},
-        "A gap must have a whole number of positions, got 0.",
+        "A gap must have at least 1 position, a whole number, got 0.",
     ),
     ("infill", {}, "infill needs one of text, parts, draft, got 0 of them."),
     ("infill", TWO | {"parts": PARTS}, "got 2 of them."),

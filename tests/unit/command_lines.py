@@ -10,6 +10,7 @@ CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TINY = str(CHECKPOINTS / "tiny-llada")
 SDAR = str(CHECKPOINTS / "tiny-sdar")
 WEDLM = str(CHECKPOINTS / "tiny-wedlm")
+LLADA22 = str(CHECKPOINTS / "tiny-llada2.2")
 # Wrong ones, which are refused before torch is imported.
 LIGHT = f"""\
 serve x --strategy d2f --threshold 3
@@ -23,6 +24,11 @@ serve {SDAR} --canvas-length 3
 serve {WEDLM} --threshold 0.5
 serve {WEDLM} --block-length 4
 serve {WEDLM} --adaptive balanced
+serve {LLADA22} --adaptive balanced
+serve {LLADA22} --policy factor
+serve {LLADA22} --factor 2
+serve --lora-path=
+serve --tokenizer=
 serve --strategy dual_cache --adaptive balanced
 serve --canvas-length 5000
 generate x --regex (

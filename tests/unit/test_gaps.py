@@ -84,21 +84,24 @@ def test_there_and_back() -> None:
         ({"text": "abc"}, "text has no gap: nothing is to be filled; write [MASK:4]"),
         ({"text": "a [mask:2] b"}, "write [MASK:4], [MASK:2,4] for one of two"),
         ({"parts": ["abc"]}, "parts has no gap: nothing is to be filled."),
-        ({"text": "[MASK:0]"}, "A gap must have a whole number of positions, got 0."),
+        (
+            {"text": "[MASK:0]"},
+            "A gap must have at least 1 position, a whole number, got 0.",
+        ),
         ({"parts": "abc"}, "parts must be a list of texts and"),
         (
             {"parts": [{"mask": True}]},
-            "A gap must have a whole number of positions, got True.",
+            "A gap must have at least 1 position, a whole number, got True.",
         ),
         ({"parts": [{"mask": []}]}, "A gap must have 1 to 16 lengths, got 0."),
         ({"parts": [{"mask": [1] * 17}]}, "A gap must have 1 to 16 lengths, got 17."),
         (
             {"parts": [{"mask": [4, 0]}]},
-            "A gap must have a whole number of positions, got 0.",
+            "A gap must have at least 1 position, a whole number, got 0.",
         ),
         (
             {"parts": [{"mask": "automatic"}]},
-            "whole number of positions, got 'automatic'.",
+            "at least 1 position, a whole number, got 'automatic'.",
         ),
         (
             {"text": "[MASK:auto][MASK:2]"},

@@ -125,10 +125,17 @@ def _has_no_norms(config: Mapping[str, Any]) -> bool:
     return config.get("qk_norm") is False
 
 
+def _shares_experts(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("expert_capacity"))
+
+
+LLADA22 = ("LLaDA22MoeModelLM", _shares_experts)
 # Kinds of a model type that need a class of their own: I-DLM is published as SDAR.
 KINDS: dict[Any, tuple[str, Callable[[Mapping[str, Any]], bool]]] = {
     "sdar": (IDLM, _is_causal),
     "wedlm": (WEDLM_BIASED, _has_no_norms),
+    "llada2_moe": LLADA22,
+    "llada2_moe_veomni": LLADA22,
 }
 
 
