@@ -17,6 +17,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import (
 )
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
 from dllm_plugin.config.validation import did_you_mean, shown
@@ -51,7 +52,7 @@ GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tool_choice)"|"text"\s*:\s*\{'
 )
 SUSPECT = re.compile(
-    rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice)"'
+    rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
     rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]'
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
@@ -273,6 +274,10 @@ def check_body(body: bytes) -> None:
         _check_tools(fields.get("tools"))
     for name, value in fields.items():
         check_characters("A name of the body", name)
+        if name.startswith(REQUEST_PREFIX):
+            raise ValueError(
+                f"{name} has no effect beside the API's own fields: write it into vllm_xargs."
+            )
         for leaf in leaves_of(value):
             if isinstance(leaf, str):
                 check_characters(name, leaf)
