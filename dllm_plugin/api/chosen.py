@@ -7,6 +7,7 @@ from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+from vllm.exceptions import VLLMValidationError
 
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
 from dllm_plugin.infilling.gaps import Gapped, filled
@@ -91,7 +92,11 @@ async def _answered(
         "vllm_xargs": arguments,
     }
     one = request.model_copy(update=changes)
-    reply, engine = await answer(one, raw_request, fields, gapped.given)
+    try:
+        reply, engine = await answer(one, raw_request, fields, gapped.given)
+    except VLLMValidationError as error:  # names a field that the body does not have
+        said = str(error.args[0]).replace(TEMPLATE, "the gaps and what follows them")
+        raise ValueError(said) from error
     if isinstance(reply, ErrorResponse):
         raise Refused(reply)
     for choice in reply["choices"] if isinstance(reply, dict) else ():

@@ -93,6 +93,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "fim/completions",
+        FIM | {"suffix": "b " * 400},
+        "tokens and the gaps and what follows them",
+    ),
+    (
+        "fim/completions",
         FIM | {"suffix": "x" * 10**6},
         "A text of 1000000 characters has at least",
     ),

@@ -20,6 +20,7 @@ serve --policy origin
 serve {SDAR} --full-refresh-every 8
 serve --min-window 8
 serve --strategy d2f --factor 2
+serve --strategy d2f --adaptive balanced --min-window 40 --canvas-length 32
 serve {SDAR} --canvas-length 3
 serve {WEDLM} --threshold 0.5
 serve {WEDLM} --block-length 4
