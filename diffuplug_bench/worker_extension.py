@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The uniform distribution within it has the standard deviation of initialised models, 0.02.
 BOUND = 0.02 * 3**0.5
-# How names of stored weights end (`w13_weight` of experts), and the largest number of a dtype:
+# Endings of the names of stored weights (`w13_weight` of experts), and each dtype's largest number:
 # 32 bits pack eight numbers of four bits, 8 bits without a sign two of float4.
 WEIGHTS = ("weight", "weight_packed", "qweight")
 LARGEST = {

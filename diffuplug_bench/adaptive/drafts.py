@@ -262,7 +262,7 @@ def served_step(run: Run, n: int, gemms: dict[int, float]) -> dict[str, Any]:
     floors = [between(gemms, count) for count in counts if count]
     if not floors:
         return {}
-    step_ms = 1e3 * (run.stamps[end] - run.stamps[begin]) / len(floors)
+    step_ms = 1e3 * (run.stamps[end] - run.stamps[begin]) / (end - begin)
     floor = statistics.mean(floors)
     return {"step_ms": step_ms, "gemm_ms": floor, "times_gemms": step_ms / floor}
 

@@ -143,7 +143,7 @@ def sentence_of(errors: str, body: bytes) -> str:
     entries = list(ERROR.finditer(errors)) or WRITTEN.finditer(errors)
     found = [(e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
     if isinstance(fields, dict) and found and OF_LISTS.match(found[0][0]):
-        # Of lists that are read later than their message pydantic does not name the message.
+        # Some lists are read later than their message, which their errors do not name.
         lists = _lists_of(fields)
         for place, items in lists:
             if wrong := _wrong_item(place, items):
@@ -188,20 +188,20 @@ def sentence_of(errors: str, body: bytes) -> str:
 
 
 def _lists_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return where messages have lists of parts and of tool calls, and what stands there."""
+    """Return where messages have parts and tool calls, and what stands there."""
     found = []
     messages = fields.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         for name in ("content", "tool_calls"):
             value = at(message, name)
-            if isinstance(value, list | dict):
+            if value is not None and (name != "content" or not isinstance(value, str)):
                 found.append((f"messages.{i}.{name}", value))
     return found
 
 
 def _wrong_item(place: str, items: Any) -> str:
     """Return a sentence for a list that is none, or that holds no objects; empty if it does."""
-    if isinstance(items, dict):
+    if not isinstance(items, list):
         kinds = "a list" if place.endswith("calls") else "a string or a list"
         return f"{place} must be {kinds}, got {shown(items)}."
     for i, item in enumerate(items):
@@ -262,12 +262,9 @@ def check_body(body: bytes) -> None:
         is_open = value is None and (name != "messages" or fields.keys() & OTHER_TEXTS)
         if name in fields and not is_open and not isinstance(value, list):
             raise ValueError(f"{name} must be {words}, got {shown(value)}.")
-    for i, message in enumerate(fields.get("messages") or ()):
-        calls = at(message, "tool_calls")
-        if calls is not None and not isinstance(calls, list):
-            raise ValueError(
-                f"messages.{i}.tool_calls must be a list, got {shown(calls)}."
-            )
+    for place, calls in _lists_of(fields):
+        if place.endswith("calls") and not isinstance(calls, list):
+            raise ValueError(_wrong_item(place, calls))
     _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
     if isinstance(at(fields, "tool_choice", "function"), dict):

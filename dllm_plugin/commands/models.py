@@ -180,7 +180,7 @@ def check_served(model: str, options: dict[str, Any]) -> None:
 def check_decoding(model: str, options: dict[str, Any]) -> None:
     """Raise ValueError for a strategy, policy or option that the model's family does not have.
 
-    What depends on widths by load the engine checks.
+    The engine checks what depends on more than one of them.
     """
     for adapter in ("lora_path", "draft_adapter"):
         if options.get(adapter) == "":

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import Qwen2Tokenizer, Qwen3MoeConfig
 
+from .checkpoints.unserved import LLADA22
 from .config_bases import DiffusionConfig, OfQwen3
 
 
@@ -202,7 +203,7 @@ class LLaDA2Config(DiffusionConfig):
             # vLLM's model reads them; its own defaults for absent keys are Ling 1's.
             setattr(self, key, value)
         if shares_experts(self):
-            self.architectures = ["LLaDA22MoeModelLM"]
+            self.architectures = [LLADA22[0]]
 
 
 class LLaDA2VeomniConfig(LLaDA2Config):

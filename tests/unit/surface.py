@@ -84,7 +84,7 @@ def made_imports(*prefixes: str) -> Iterator[tuple[str, str]]:
 
 
 def import_test(table: str) -> Any:
-    """A test of each name in a table of imports."""
+    """Return a test of each name in a table of imports."""
 
     @pytest.mark.parametrize("module,name", sorted(listed_imports(table)))
     def test(module: str, name: str) -> None:
@@ -95,7 +95,7 @@ def import_test(table: str) -> Any:
 
 
 def signature_test(table: dict[str, str]) -> Any:
-    """A test of the arguments of each callable in a table."""
+    """Return a test of the arguments of each callable in a table."""
 
     @pytest.mark.parametrize("name", list(table))
     def test(name: str) -> None:
@@ -105,7 +105,7 @@ def signature_test(table: dict[str, str]) -> Any:
 
 
 def field_test(table: dict[type, str]) -> Any:
-    """A test of the fields of each class in a table."""
+    """Return a test of the fields of each class in a table."""
 
     @pytest.mark.parametrize("owner", list(table), ids=lambda owner: owner.__name__)
     def test(owner: type) -> None:
@@ -115,7 +115,7 @@ def field_test(table: dict[type, str]) -> Any:
 
 
 def property_test(table: dict[Any, str]) -> Any:
-    """A test of what each class in a table has besides its fields."""
+    """Return a test of what each class in a table has besides its fields."""
 
     @pytest.mark.parametrize("owner", list(table), ids=lambda owner: owner.__name__)
     def test(owner: type) -> None:
