@@ -1,5 +1,9 @@
 """Run FlashAttention on vLLM's own layout: one sequence per query segment, or a cascade.
 
+Of models that store their blocks causally, some sequences of a step attend causally and others do
+not, while FlashAttention 3 takes one mask a call. Such a step takes two calls of all queries. In
+each, sequences of the other kind see no keys, for which FlashAttention writes zeros.
+
 Captured FlashAttention 3 reads its schedule from a buffer, into which vLLM's builder copies that of
 every step, prefills included. vLLM sizes the buffer by requests and graphs; a step has more query
 segments than that, so our builder makes a larger one.
@@ -54,20 +58,23 @@ def schedule_size(num_sequences: int) -> int:
 
 @dataclass
 class SegmentFlashMetadata(FlashAttentionMetadata):
-    """Extend vLLM's metadata by what a cascade and a deferred rotation need.
+    """Extend vLLM's metadata by what two masks, a cascade and a deferred rotation need.
 
+    bidirectional: the sequences that attend in both directions, if vLLM's fields describe the
+    causal ones only; None if all sequences have one mask.
     canvas_suffix: the suffix of a cascade; vLLM's fields then describe only the prefix, so
     `seq_lens` are the contexts. None without a cascade.
     positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None where the
     runner hands none over.
     """
 
+    bidirectional: FlashAttentionMetadata | None = None
     canvas_suffix: CanvasSuffix | None = None
     positions: Tensor | None = None
 
 
 class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
-    """Build metadata with a buffer for the schedule of every step, and with bounded splits.
+    """Build metadata with buffers for the schedules of every step, and with bounded splits.
 
     It serves any model, since vLLM caches the class of a backend that it has looked up once.
     """
@@ -83,11 +90,13 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.splits_limit = self.max_num_splits
-        if self.use_full_cuda_graph:
-            size = schedule_size(_max_sequences_of(vllm_config))
-            self.scheduler_metadata = torch.zeros(
-                size, dtype=torch.int32, device=device
-            )
+        sequences = _max_sequences_of(vllm_config)
+        size = schedule_size(sequences)
+        self.scheduler_metadata = torch.zeros(size, dtype=torch.int32, device=device)
+        # Of the sequences that attend in both directions.
+        self.second_schedule = torch.zeros_like(self.scheduler_metadata)
+        self.causal_lens = self.scheduler_metadata.new_zeros(sequences)
+        self.bidirectional_lens = torch.zeros_like(self.causal_lens)
 
     def build(
         self,
@@ -102,11 +111,42 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         """
         allowed = SPLIT_TOKENS // max(common_attn_metadata.num_actual_tokens, 1)
         self.max_num_splits = min(self.splits_limit, max(allowed, 1))
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        positions = common_attn_metadata.positions
+        bidirectional = None
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            common, others = self._by_mask(common, common.causal)
+            bidirectional = self._build_second(others, fast_build)
+        metadata = super().build(common_prefix_len, common, fast_build)
         return SegmentFlashMetadata(
-            **vars(metadata), canvas_suffix=canvas_suffix, positions=positions
+            **vars(metadata),
+            bidirectional=bidirectional,
+            canvas_suffix=canvas_suffix,
+            positions=common.positions,
         )
+
+    def _by_mask(
+        self, common: "CommonAttentionMetadata", causal: Tensor
+    ) -> tuple["CommonAttentionMetadata", "CommonAttentionMetadata"]:
+        """Return the causal sequences, and the others: those of the other kind see no keys."""
+        lens = common.seq_lens
+        causal_lens = self.causal_lens[: len(lens)]
+        others = self.bidirectional_lens[: len(lens)]
+        torch.mul(lens, causal, out=causal_lens)
+        torch.sub(lens, causal_lens, out=others)
+        return (
+            common.replace(seq_lens=causal_lens, causal=True),
+            common.replace(seq_lens=others, causal=False),
+        )
+
+    def _build_second(
+        self, common: "CommonAttentionMetadata", fast_build: bool
+    ) -> FlashAttentionMetadata:
+        """Build vLLM's metadata with the second buffer for its schedule."""
+        first = self.scheduler_metadata
+        self.scheduler_metadata = self.second_schedule
+        metadata = super().build(0, common, fast_build)
+        self.scheduler_metadata = first
+        return metadata
 
     def _store_scheduler_metadata(
         self, scheduler_metadata: Tensor | None
@@ -134,7 +174,7 @@ def _max_sequences_of(vllm_config: VllmConfig) -> int:
 
 
 class SegmentFlashImpl(FlashAttentionImpl):
-    """Compute the attention of one layer, with a cascade where the metadata has a suffix.
+    """Compute the attention of one layer, by two masks or with a cascade as the metadata says.
 
     rotation: rotates queries and keys here, in the kernel that stores keys and values; None where
     the layer rotates before, and vLLM stores.
@@ -165,7 +205,13 @@ class SegmentFlashImpl(FlashAttentionImpl):
             query, key = self._rotate(layer, query, key, value, kv_cache, ours)
         if suffix is None:
             rest = (kv_cache, attn_metadata, output, output_scale, output_block_scale)
-            return super().forward(layer, query, key, value, *rest)
+            super().forward(layer, query, key, value, *rest)
+            if ours is not None and ours.bidirectional is not None:
+                others = torch.empty_like(output)
+                second = (kv_cache, ours.bidirectional, others)
+                super().forward(layer, query, key, value, *second)
+                output[: ours.num_actual_tokens] += others[: ours.num_actual_tokens]
+            return output
         assert output_scale is None and output_block_scale is None
         self._forward_cascade(
             query, key, value, kv_cache, attn_metadata, suffix, output

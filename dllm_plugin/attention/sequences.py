@@ -211,9 +211,11 @@ class AttentionSequences:
         query for each sequence, True is the same.
         """
         self.stores_R = None
+        canvases = count_canvases(batch)
         if self.causal is None or sequences.max_query_len == 1:
             return self.causal is not None
-        canvases = count_canvases(batch)
+        if not (canvases or is_full):
+            return True
         requests = batch.num_reqs_after_padding if is_full else batch.num_reqs
         causal_R = torch.ones(requests, dtype=torch.int32, device=self.device)
         slots_R = batch.idx_mapping[:canvases]

@@ -137,8 +137,9 @@ def test_the_buffer_holds_the_longest_schedule(engine_config: VllmConfig) -> Non
     # Another model may find our class under vLLM's name, and has one sequence per request.
     engine_config.additional_config = {}
     assert len(builder_of(engine_config).scheduler_metadata) == schedule_size(8192)
-    engine_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    assert not hasattr(builder_of(engine_config), "scheduler_metadata")
+    builder = builder_of(engine_config)
+    assert len(builder.second_schedule) == schedule_size(8192)
+    assert len(builder.causal_lens) == len(builder.bidirectional_lens) == 8192
 
 
 def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> None:
@@ -333,3 +334,25 @@ def spans_of(bounds: torch.Tensor, tokens: int) -> Any:
         slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         causal=False,
     )
+
+
+def test_a_step_with_two_masks(engine_config: VllmConfig) -> None:
+    """Each half sees the keys of its own sequences only, from buffers that graphs can read."""
+    builder = builder_of(engine_config)
+    bounds = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
+    lens = torch.tensor([5, 9, 0], dtype=torch.int32)
+    common = spans_of(bounds, 4).replace(seq_lens=lens, num_reqs=3)
+    plain = builder.build(0, common)
+    assert plain.bidirectional is None and plain.seq_lens is lens
+    for causal, ours, others in (
+        ([1, 0, 0], [5, 0, 0], [0, 9, 0]),
+        ([0, 0, 1], [0, 0, 0], [5, 9, 0]),
+    ):
+        mask = torch.tensor(causal, dtype=torch.int32)
+        built = builder.build(0, common.replace(causal=mask))
+        second = built.bidirectional
+        assert second is not None and (built.causal, second.causal) == (True, False)
+        assert built.seq_lens.tolist() == ours
+        assert second.seq_lens.tolist() == others
+        assert built.seq_lens.data_ptr() == builder.causal_lens.data_ptr()
+        assert second.seq_lens.data_ptr() == builder.bidirectional_lens.data_ptr()

@@ -199,6 +199,39 @@ def test_large_keys_of_qwen2(
     assert bool(logged) == warned
 
 
+def test_models_that_store_blocks_causally(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention 3 attends by two masks; other versions and float32 leave it to Triton."""
+    arguments = EngineArgs(str(checkpoints / "tiny-nemotron"), dtype="bfloat16")
+    config = arguments.create_engine_config()
+    attention, model = config.attention_config, config.model_config
+    assert attention.backend is None
+    for version, backend in ((3, FLASH), (2, TRITON), (4, TRITON), (None, TRITON)):
+        assert choice.causal_backend(config, version) == backend
+    model.dtype = torch.float32
+    assert choice.causal_backend(config, 3) == TRITON
+    model.dtype = torch.bfloat16
+    monkeypatch.setattr(choice.current_platform, "is_cuda", lambda: True)
+    for version, asked, taken in (
+        (3, None, FLASH),
+        (2, None, TRITON),
+        (3, TRITON, TRITON),
+        (3, FLASH, FLASH),
+    ):
+        monkeypatch.setattr(choice, "flash_version", lambda config, v=version: v)
+        attention.backend = asked
+        choice.set_causal_backend(config)
+        assert attention.backend == taken
+    attention.backend = AttentionBackendEnum.FLEX_ATTENTION
+    with pytest.raises(ValueError, match="FLEX_ATTENTION cannot mix causal and"):
+        choice.set_causal_backend(config)
+    monkeypatch.setattr(choice, "flash_version", lambda config: 2)
+    attention.backend = FLASH
+    with pytest.raises(ValueError, match="or FLASH_ATTN if it is FlashAttention 3"):
+        choice.set_causal_backend(config)
+
+
 def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:
     """A version that was asked for may not be there."""
     attention = engine_config.attention_config
