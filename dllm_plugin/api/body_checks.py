@@ -6,15 +6,21 @@ What pydantic refuses gets one sentence, too, in place of its list of errors.
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import (
     create_error_response,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_plugin.config.options import REQUEST_PREFIX
@@ -25,6 +31,7 @@ from dllm_plugin.config.validation import did_you_mean, shown
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
+INVOCATIONS = "/invocations"  # tries to read a body as that of one route after another
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
 # Of bodies whose messages may be null.
@@ -40,7 +47,7 @@ ERROR = re.compile(
 )
 # As pydantic writes errors itself: of bodies that vLLM makes of others, and of parts of messages.
 WRITTEN = re.compile(r"^(?P<loc>\S+)\n  (?P<msg>.*?) \[type=", re.MULTILINE)
-OF_LISTS = re.compile(r"(?:body\.)?\d+\.")
+OF_LISTS = re.compile(r"(?:body\.)?\d+(?:\.|$)")
 WORD = re.compile(r"Input should be '")
 REASON = re.compile(r"""'ctx': {'error': (['"])(.*?)\1}""")
 RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
@@ -53,7 +60,7 @@ GRAMMARS = re.compile(
 )
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
-    rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]'
+    rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
 # A string that never ends is one match, or each of its quotes would be tried.
@@ -80,6 +87,8 @@ class BodyChecks:
         body = b"".join(message.get("body", b"") for message in messages)
         try:
             check_body(body)
+            if scope["path"] == INVOCATIONS:
+                check_invocation(body)
             if GRAMMARS.search(body):
                 check_grammars(body, _verifier(scope["app"].state))
         except ValueError as error:
@@ -140,22 +149,25 @@ def sentence_of(errors: str, body: bytes) -> str:
         fields = json.loads(body)
     except ValueError:
         fields = None
-    entries = list(ERROR.finditer(errors)) or WRITTEN.finditer(errors)
-    found = [(e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
+    found = _listed(errors)
     if isinstance(fields, dict) and found and OF_LISTS.match(found[0][0]):
         # Some lists are read later than their message, which their errors do not name.
-        lists = _lists_of(fields)
-        for place, items in lists:
-            if wrong := _wrong_item(place, items):
-                return wrong
-        place, said = found[0]
-        if len(lists) != 1:
-            last = place.rpartition(".")[2]
-            return f"messages hold a part or a call that is not valid: {last}: {said}."
-        within = lists[0][0]
-        found = [(f"{within}.{loc.removeprefix('body.')}", said) for loc, said in found]
+        found = _wrong_list(fields) or found
     if not found:
         return " ".join(errors.split("\n")[1:]).strip() or "The body is not valid."
+    place, said = found[0]
+    if said == "JSON decode error":
+        why = REASON.search(errors)
+        at_character = place.removeprefix("body.")
+        return f"The body is no JSON: {why[2] if why else said}, at character {at_character}."
+    if isinstance(fields, dict) and OF_LISTS.match(place):
+        last = place.rpartition(".")[2]
+        return f"messages hold a part or a call that is not valid: {last}: {said}."
+    return _said(found, fields)
+
+
+def _said(found: list[tuple[str, str]], fields: Any) -> str:
+    """Return a sentence for the places and words of errors."""
     # A kind whose fixed word is another one is not what was meant.
     others = tuple(loc.rpartition(".")[0] for loc, said in found if WORD.match(said))
     meant = [entry for entry in found if not entry[0].startswith(others)]
@@ -164,10 +176,6 @@ def sentence_of(errors: str, body: bytes) -> str:
     place, said = max(found, key=lambda entry: len(_known_steps(entry[0], fields)))
     names = _known_steps(place, fields)
     name = ".".join(names) or "The body"
-    if said == "JSON decode error":
-        why = REASON.search(errors)
-        at_character = place.removeprefix("body.")
-        return f"The body is no JSON: {why[2] if why else said}, at character {at_character}."
     if said == "Field required":
         last = place.removeprefix("body").split(".")[-1]
         return f"{'.'.join([*names, last]) or 'The body'} is missing: give it."
@@ -187,27 +195,46 @@ def sentence_of(errors: str, body: bytes) -> str:
     return f"{name} must {allowed}, got {value}.".replace(" or be ", " or ")
 
 
-def _lists_of(fields: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return where messages have parts and tool calls, and what stands there."""
-    found = []
-    messages = fields.get("messages")
+def _listed(errors: str) -> list[tuple[str, str]]:
+    """Return the places and words of errors, as vLLM lists them or as pydantic does."""
+    entries = list(ERROR.finditer(errors)) or WRITTEN.finditer(errors)
+    return [(e["loc"], e["msg"].replace("\\'", "'")) for e in entries]
+
+
+def _lists_of(messages: Any, within: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield where messages, or those of a batch, have parts or tool calls: place, message, name."""
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        place = f"{within}.{i}"
+        yield from _lists_of(message, place)
         for name in ("content", "tool_calls"):
             value = at(message, name)
             if value is not None and (name != "content" or not isinstance(value, str)):
-                found.append((f"messages.{i}.{name}", value))
-    return found
+                yield place, message, name
 
 
-def _wrong_item(place: str, items: Any) -> str:
-    """Return a sentence for a list that is none, or that holds no objects; empty if it does."""
-    if not isinstance(items, list):
-        kinds = "a list" if place.endswith("calls") else "a string or a list"
-        return f"{place} must be {kinds}, got {shown(items)}."
-    for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            return f"{place}.{i} must be an object, got {shown(item)}."
-    return ""
+def _wrong_list(
+    fields: dict[str, Any], only_batches: bool = False
+) -> list[tuple[str, str]]:
+    """Return what is wrong with a list of a message; vLLM reads those of a batch too late."""
+    for place, message, name in _lists_of(fields.get("messages"), "messages"):
+        if not isinstance(message[name], list):
+            kinds = "a list" if name == "tool_calls" else "a string or a list"
+            return [(f"{place}.{name}", f"should be {kinds}")]
+        if only_batches and place.count(".") == 1:
+            continue
+        alone = {"content": "", **message}
+        if name == "content":
+            alone.pop("tool_calls", None)
+        else:
+            alone["content"] = ""
+        try:
+            request = ChatCompletionRequest.model_validate({"messages": [alone]})
+            list(at(request.messages[0], "content") or ())
+        except (ValidationError, VLLMValidationError) as error:
+            found = _listed(str(error))
+            if found and OF_LISTS.match(found[0][0]):
+                return [(f"{place}.{name}.{loc}", said) for loc, said in found]
+    return []
 
 
 def _known_steps(place: str, fields: Any) -> list[str]:
@@ -262,9 +289,8 @@ def check_body(body: bytes) -> None:
         is_open = value is None and (name != "messages" or fields.keys() & OTHER_TEXTS)
         if name in fields and not is_open and not isinstance(value, list):
             raise ValueError(f"{name} must be {words}, got {shown(value)}.")
-    for place, calls in _lists_of(fields):
-        if place.endswith("calls") and not isinstance(calls, list):
-            raise ValueError(_wrong_item(place, calls))
+    if wrong := _wrong_list(fields, only_batches=True):
+        raise ValueError(_said(wrong, fields))
     _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
     if isinstance(at(fields, "tool_choice", "function"), dict):
@@ -281,6 +307,19 @@ def check_body(body: bytes) -> None:
             is_large = isinstance(leaf, int) and not SMALLEST <= leaf <= LARGEST
             if is_large and name not in OF_SCHEMAS:
                 raise ValueError(f"{name} must fit in 64 bits, got {shown(leaf)}.")
+
+
+def check_invocation(body: bytes) -> None:
+    """Raise ValueError for a body that is neither a chat's nor a completion's, and say why."""
+    with suppress(json.JSONDecodeError, VLLMValidationError):  # which vLLM answers
+        fields = json.loads(body)
+        if not isinstance(fields, dict):
+            raise ValueError(f"The body must be an object, got {shown(fields)}.")
+        kind = ChatCompletionRequest if "messages" in fields else CompletionRequest
+        try:
+            kind.model_validate(fields)
+        except ValidationError as error:
+            raise ValueError(sentence_of(str(error), body)) from None
 
 
 def _check_outputs(asked: dict[str, Any] | None) -> None:

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
-from dllm_plugin.decoding.families import (
-    FULL_ATTENTION,
-    needs_full_attention,
-    sees_both_sides,
-)
+from dllm_plugin.decoding.families import FAMILIES, LLADA, choose_strategy, no_gaps
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,
@@ -28,7 +24,7 @@ from dllm_plugin.infilling.lengths import (
 )
 
 from .generate import summary
-from .models import check_fits, is_elsewhere, read_config
+from .models import architecture_of, check_fits, is_elsewhere, read_config
 from .offline import (
     conversation,
     engine_options,
@@ -36,13 +32,12 @@ from .offline import (
     start_engine,
     stop_engine,
 )
-from .options import add_model_options, add_sampling, add_verbose, given
+from .options import add_model_options, add_sampling, add_verbose, given_options
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.inputs import TokensPrompt
 
-STRATEGY = "dual_cache"  # where nothing is asked for: a gap needs full attention
 EXAMPLE = "The capital of [MASK:3] is [MASK:8]."
 
 
@@ -62,11 +57,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the text with its gaps filled, and what it took on standard error."""
-    args.strategy = given(args, ("strategy",)).get("strategy", STRATEGY)
     parts = parts_of_text(args.text)
-    if not sees_both_sides(args.strategy):
-        why = needs_full_attention("a gap", args.strategy)
-        raise ValueError(f"{why} Use --strategy {' or '.join(FULL_ATTENTION)}.")
+    args.strategy = _strategy_of(args)
     options = engine_options(args)
     if not is_elsewhere(options["model"]):
         lengths = [max(part, default=0) for part in parts if not isinstance(part, str)]
@@ -110,6 +102,21 @@ def run(args: argparse.Namespace) -> int:
         )
         stop_engine(llm)
     return 0
+
+
+def _strategy_of(args: argparse.Namespace) -> str:
+    """Return the strategy given, or the family's own. Raises ValueError if it fills no gaps."""
+    family, model = (
+        LLADA,
+        args.model,
+    )  # the bundled one's, and that of models read elsewhere
+    if model is not None and not is_elsewhere(model):
+        family = FAMILIES.get(architecture_of(read_config(model)), LLADA)
+    asked = given_options(args, ("strategy",)).get("strategy", "auto")
+    strategy, _ = choose_strategy(asked, family, adapted=False)
+    if refused := no_gaps("a gap", strategy, family):
+        raise ValueError(refused)
+    return strategy
 
 
 def _decoded(

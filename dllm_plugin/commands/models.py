@@ -3,7 +3,6 @@
 Imports neither torch nor vLLM.
 """
 
-import ast
 import json
 import os
 import ssl
@@ -11,18 +10,22 @@ import sys
 import urllib.error
 import urllib.request
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin.config.adaptive import check_adaptive
-from dllm_plugin.config.options import Options, check_block_fits
+from dllm_plugin.config.options import Options, check_block
 from dllm_plugin.config.request.arguments import refuse_names
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
 from dllm_plugin.decoding.families import (
+    DEFAULT_BLOCK,
+    DRAFTS,
     FAMILIES,
+    FULL_ATTENTION,
+    NEMOTRON,
+    Family,
     check_policy_name,
     choose_strategy,
     surely_unread,
@@ -42,7 +45,6 @@ NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
-QUANTIZATIONS = "model_executor/layers/quantization/__init__.py"
 SIZES = (
     *("d_model", "n_heads", "n_layers", "hidden_size"),
     *("num_attention_heads", "num_hidden_layers", "vocab_size"),
@@ -202,11 +204,34 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
         check_policy_name(options.get("policy", "auto"), strategy, family)
         unread = surely_unread(strategy, family)
         refuse_names(options, unread, strategy, architecture)
-    of_training = config.get(family.block_key or "")
-    block = options.get("block_length", of_training)
+    _check_block(options, strategy, family, config)
+
+
+def _check_block(
+    options: dict[str, Any], strategy: str, family: Family, config: dict[str, Any]
+) -> None:
+    """Raise ValueError for a block, or drafts, that training or the canvas given rules out."""
+    trained = config.get(family.block_key or "") or family.block_length
+    name, default = DRAFTS.get(strategy, ("block_length", DEFAULT_BLOCK))
+    if strategy in FULL_ATTENTION:  # a block of a default length is shortened
+        default = 1
+    block = options.get(name) or trained or default
     canvas = options.get("canvas_length")
-    if isinstance(block, int) and canvas is not None:
-        check_block_fits(block, canvas)
+    if canvas is not None and family is NEMOTRON:
+        canvas -= 1  # a causal commit also decides the position after its block
+    if isinstance(block, int):
+        check_block(strategy, family, block, trained, canvas)
+
+
+def check_context(model: str, length: str | None) -> None:
+    """Raise ValueError if a context that the command line names is longer than a model's."""
+    config = read_config(model)
+    if (
+        length is not None
+        and length.isdecimal()
+        and architecture_of(config) in FAMILIES
+    ):
+        check_fits("--max-model-len", int(length), config)
 
 
 def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:
@@ -233,29 +258,6 @@ def check_adapter_folder(option: str, folder: str) -> None:
         raise ValueError(
             f"{option} {folder} holds no {ADAPTER_CONFIG}: is it an adapter?"
         )
-
-
-def check_quantization(name: str) -> None:
-    """Raise ValueError for a quantisation that the installed vLLM does not know."""
-    known = quantizations()
-    if known and name not in known:
-        raise ValueError(
-            f"--quantization {name} is unknown to vLLM{did_you_mean(name, known)}; known: "
-            f"{', '.join(known)}"
-        )
-
-
-def quantizations() -> tuple[str, ...]:
-    """Return what vLLM's sources name as quantisations; importing them would take seconds."""
-    vllm = find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return ()
-    source = Path(vllm.origin).parent / QUANTIZATIONS
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
-            names: tuple[str, ...] = ast.literal_eval(node.value.slice)
-            return names
-    return ()
 
 
 def read_config(model: str) -> dict[str, Any]:

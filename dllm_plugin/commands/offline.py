@@ -12,8 +12,8 @@ from dllm_plugin import default_model
 from dllm_plugin.decoding.families import ADAPTED_STRATEGIES
 
 from .interrupts import StartError
-from .models import check_decoding, check_model, check_quantization
-from .options import DECODE_OPTIONS, given, given_options
+from .models import check_decoding, check_model
+from .options import DECODE_OPTIONS, check_word, given, given_options
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -64,7 +64,7 @@ def engine_options(
     dllm = given_options(args, DECODE_OPTIONS)
     engine = given(args, ENGINE_NAMES)
     if "quantization" in engine:
-        check_quantization(engine["quantization"])
+        check_word("--quantization", engine["quantization"])
     if args.model is not None:
         check(args.model)
         check_decoding(args.model, dllm)

@@ -5,11 +5,13 @@ Flags of engine options are made of the options themselves: ``--canvas-length`` 
 """
 
 import argparse
+import ast
 import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,8 +35,17 @@ DECODE_OPTIONS = (
 )
 MODEL = "folder, hub name or short name (default: the bundled model)"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")
+# Options whose words are a Literal of vLLM's sources: the file, and the Literal's name.
+WORDS = {
+    "--kv-cache-dtype": ("config/cache.py", "CacheDType"),
+    "--quantization": (
+        "model_executor/layers/quantization/__init__.py",
+        "QuantizationMethods",
+    ),
+}
 DTYPES_HELP = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+AMOUNT = re.compile(r"auto|-?\d+(?:\.\d+)?[kmgt]?", re.IGNORECASE)
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
@@ -215,6 +226,32 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help=words)
 
 
+def check_word(option: str, word: str) -> None:
+    """Raise ValueError for a word of an option that the installed vLLM does not know."""
+    known = words_of(option)
+    if known and word not in known:
+        raise ValueError(
+            f"{option} {word} is unknown to vLLM{did_you_mean(word, known)}; known: "
+            f"{', '.join(known)}"
+        )
+
+
+def words_of(option: str) -> tuple[str, ...]:
+    """Return what vLLM's sources name as an option's words; importing them would take seconds."""
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return ()
+    file, name = WORDS[option]
+    source = (Path(vllm.origin).parent / file).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != name:
+            continue
+        if isinstance(node.value, ast.Subscript):
+            names: tuple[str, ...] = ast.literal_eval(node.value.slice)
+            return names
+    return ()
+
+
 def positive(text: str) -> int:
     """Return a whole number of at least 1. Raises ArgumentTypeError for smaller ones."""
     return _whole(text, 1, MAX_POSITIONS)
@@ -235,6 +272,13 @@ def _whole(text: str, low: int, high: int) -> int:
     raise argparse.ArgumentTypeError(
         f"must be a whole number from {low} to {high}, got {shown(text)}"
     )
+
+
+def amount(text: str) -> str:
+    """Return what vLLM may read as a whole number. Raises ArgumentTypeError for other texts."""
+    if AMOUNT.fullmatch(text):
+        return text
+    raise argparse.ArgumentTypeError(f"must be a whole number, got {shown(text)}")
 
 
 def number(text: str) -> float:

@@ -20,6 +20,7 @@ from dllm_plugin.config.options import OPTIONS, Options
 from dllm_plugin.config.validation import did_you_mean
 
 from .models import (
+    check_context,
     check_decoding,
     check_folder,
     check_served,
@@ -30,9 +31,14 @@ from .offline import BUNDLED_MEMORY, add_adapter, spin_briefly
 from .options import (
     DECODE_OPTIONS,
     Parser,
+    add_dtype,
     add_flags,
+    add_memory_share,
     add_model,
+    add_value,
+    amount,
     check_spelling,
+    check_word,
     flag_of,
     given_options,
     json_or_text,
@@ -57,6 +63,11 @@ PLUGIN_GROUPS = (
 OTHER_FORMATS = (
     *("--config-format", "--hf-config-path", "--load-format", "--revision"),
     *("--download-dir", "--hf-overrides", "--hf-token"),
+)
+# Of vLLM's options those that are whole numbers, and often given.
+AMOUNTS = (
+    *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
+    *("--tensor-parallel-size", "--data-parallel-size"),
 )
 FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 
@@ -159,6 +170,9 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     elif model is not None and is_readable(model, rest):
         check_served(model, section)
         check_decoding(model, section)
+    if model is not None and is_readable(model, rest):
+        check_context(model, value_of(rest, "--max-model-len"))
+    check_values(rest)
     check_named_files(rest)
     check_port(rest)
     if section:
@@ -251,6 +265,8 @@ def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     words = iter(arguments)
     if arguments and not arguments[0].startswith("-"):
         models.append(next(words))
+        if arguments[1:] and not arguments[1].startswith("-"):
+            models.append(arguments[1])
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--model":
@@ -305,6 +321,18 @@ def bundled_arguments(given: Sequence[str]) -> list[str]:
         if value_of(given, option) is None:
             arguments += [option, value]
     return arguments
+
+
+def check_values(arguments: list[str]) -> None:
+    """End with one sentence if an option of vLLM has a value that it never takes."""
+    parser = Parser(prog="diffuplug serve", add_help=False, allow_abbrev=False)
+    add_dtype(parser)
+    add_memory_share(parser)
+    for option in AMOUNTS:
+        add_value(parser, option, "N", "", type=amount)
+    parser.parse_known_args(arguments)
+    if word := value_of(arguments, "--kv-cache-dtype"):
+        check_word("--kv-cache-dtype", word)
 
 
 def check_named_files(arguments: Sequence[str]) -> None:

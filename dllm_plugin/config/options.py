@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dllm_plugin.decoding.families import POLICY_NAMES, STRATEGY_NAMES
+from dllm_plugin.decoding.families import (
+    DRAFTS,
+    OF_TRAINING,
+    POLICY_NAMES,
+    STRATEGY_NAMES,
+    Family,
+)
 
 from .validation import (
     Check,
@@ -343,10 +349,26 @@ def does_nothing(name: str, value: Any) -> bool:
     return value in OPTIONS[name].off
 
 
-def check_block_fits(block: int, canvas: int) -> None:
-    """Raise ValueError if a block is longer than a canvas, both in positions."""
-    if block > canvas:
+def check_block(
+    strategy: str, family: Family, block: int, trained: int | None, canvas: int | None
+) -> None:
+    """Raise ValueError unless a block, or drafts and the tokens before them, fit the canvas.
+
+    Blocks that share experts have the length of training. A canvas of None is chosen later.
+    """
+    name, _ = DRAFTS.get(strategy, ("block_length", 0))
+    if canvas is not None and strategy in DRAFTS and 2 * block > canvas:
+        raise ValueError(
+            f"{name} {block} needs a canvas of {2 * block} positions, got {canvas}: lower {name}, "
+            "or raise canvas_length in additional_config or max_model_len."
+        )
+    if canvas is not None and block > canvas:
         raise ValueError(
             f"block_length {shown(block)} is longer than the canvas of {canvas} positions: "
             "lower block_length or raise canvas_length in additional_config."
+        )
+    if family.name in OF_TRAINING and block != trained:
+        raise ValueError(
+            f"block_length {block} is not the {trained} of this model, whose blocks share "
+            "experts: leave block_length out."
         )

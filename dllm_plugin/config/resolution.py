@@ -7,19 +7,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_plugin.decoding.families import FAMILIES, Family
+from dllm_plugin.decoding.families import DEFAULT_BLOCK, DRAFTS, FAMILIES, Family
 from dllm_plugin.decoding.method import Method
 from dllm_plugin.decoding.methods import check_policy, choose_method, floating
 
 from .adaptive import check_adaptive, check_windows, fit_canvas, windows
 from .cuda_graphs import warm_up_context
 from .decode import Case, DecodeConfig
-from .options import Numbers, Options, check_block_fits
+from .options import Numbers, Options, check_block
 from .request.arguments import RequestArguments
 from .request.exclusions import refuse_options
 
-DEFAULT_BLOCK = 32
-DEFAULT_WINDOW, DEFAULT_STRIDE = 16, 4  # of WeDLM and I-DLM
 LEAST_BLOCKS = 8  # default of D2F's max_active_blocks, unless the canvas holds more
 
 
@@ -52,7 +50,8 @@ def resolve(
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
-    _check_block(method, block, block_length, canvas - method.causal_commit)
+    longest = canvas - method.causal_commit
+    check_block(method.strategy, family, block, block_length, longest)
     narrowest, widest = windows(options, method, family, block, canvas)
     layout = options.kv_cache_layout.replace("auto", "unified")
     return DecodeConfig(
@@ -149,10 +148,8 @@ def numbers_of(config: Numbers) -> dict[str, Any]:
 
 def _choose_block(options: Options, method: Method, trained: int | None) -> int:
     """Return the positions of a block, which may be a window or a stride."""
-    if "window" in method.reads:
-        return options.window or DEFAULT_WINDOW
-    default = DEFAULT_STRIDE if method.causal_rows else DEFAULT_BLOCK
-    return options.block_length or trained or default
+    name, default = DRAFTS.get(method.strategy, ("block_length", DEFAULT_BLOCK))
+    return getattr(options, name) or trained or default
 
 
 def _choose_canvas(
@@ -184,25 +181,6 @@ def _choose_canvas(
         # A causal commit also decides the position after its block.
         canvas += method.causal_commit
     return min(canvas, max_model_len)
-
-
-def _check_block(method: Method, block: int, trained: int | None, longest: int) -> None:
-    """Raise ValueError unless a block, or drafts and the tokens before them, fit the canvas.
-
-    Blocks that share experts have the length of training.
-    """
-    if method.causal_rows and 2 * block > longest:
-        name = "window" if method.reorders else "block_length"
-        raise ValueError(
-            f"{name} {block} needs a canvas of {2 * block} positions, got {longest}: lower {name}, "
-            "or raise canvas_length in additional_config or max_model_len."
-        )
-    check_block_fits(block, longest)
-    if method.inserts and block != trained:
-        raise ValueError(
-            f"block_length {block} is not the {trained} of this model, whose blocks share "
-            "experts: leave block_length out."
-        )
 
 
 def fit_warm_up(

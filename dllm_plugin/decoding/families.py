@@ -226,6 +226,11 @@ ADAPTED_STRATEGIES = (D2F,)
 SEVERAL = ("llada", "dream", "sdar", "llada2", "dream_reasoner", "fast_dllm_v2")
 BY_FACTOR = (*SEVERAL, "stable_diffcoder", "a2d", "nemotron")
 BY_THRESHOLD = (*BY_FACTOR, "llada22")
+# Families whose blocks share experts, and so have the length of training.
+OF_TRAINING = ("llada22",)
+DEFAULT_BLOCK = 32
+# Strategies that draft: the option that is the number of drafts, and its default.
+DRAFTS = {INTROSPECTIVE: ("block_length", 4), CAUSAL_WINDOW: ("window", 16)}
 # What commands refuse before torch is imported: policies of a strategy, by family or ("") for all
 # others. A test compares this with the table of methods.
 BY_SCHEDULE = ("low_confidence", "entropy", "topk_margin", "random")
@@ -364,12 +369,19 @@ def refuse_one_at_a_time(wanted: str, family: Family) -> None:
         )
 
 
-def sees_both_sides(strategy: str) -> bool:
-    """Return whether a gap sees what comes after it; also for names that are not known here."""
-    return strategy in FULL_ATTENTION or strategy not in STRATEGY_NAMES
-
-
-def needs_full_attention(wanted: str, strategy: str) -> str:
-    """Return the sentence that refuses what is `wanted` under a strategy from block to block."""
-    why = f"under strategy {strategy!r} a block never sees what comes after it."
-    return f"{wanted} needs full attention: {why}"
+def no_gaps(wanted: str, strategy: str, family: Family) -> str:
+    """Return why a model cannot have what is `wanted` with gaps; empty if a gap sees both sides."""
+    full = sorted(name for name in FULL_ATTENTION if family.name in TAKEN_BY[name])
+    if family.absolute_grid or not full:
+        where = " from block to block" if family.absolute_grid else ""
+        return (
+            f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
+            f"causally{where}. Models that can: {titles_of(SEMI_AUTOREGRESSIVE)}."
+        )
+    if strategy in FULL_ATTENTION:
+        return ""
+    choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
+    return (
+        f"{wanted} needs full attention: under strategy {strategy!r} a block never sees what "
+        f"comes after it. Serve with strategy {choices}."
+    )

@@ -16,7 +16,8 @@ Decode = Callable[[list[int]], str]
 AUTO = "auto"
 ANY: Lengths = ()
 MOST_LENGTHS = 16
-MARK = re.compile(rf"\[MASK:(\d+(?:,\d+)*|{AUTO})\]")
+MARK = re.compile(r"\[MASK:([^\[\]]*)\]")
+WHOLE = re.compile(r"\d{1,18}")
 FORMS = f"write [MASK:4], [MASK:2,4] for one of two lengths, or [MASK:{AUTO}]"
 SOURCES = ("text", "parts", "draft")
 
@@ -104,7 +105,11 @@ def _of_text(body: dict[str, Any], encode: Encode) -> list[Part]:
 def _marked(written: str) -> Part:
     if written == AUTO:
         return ANY
-    return _lengths([int(length) for length in written.split(",")])
+    lengths = [int(part) for part in written.split(",") if WHOLE.fullmatch(part)]
+    if len(lengths) <= written.count(",") or not all(lengths):
+        gap = shown(f"[MASK:{written}]")
+        raise ValueError(f"{gap} is no gap of at least 1 position: {FORMS}.")
+    return _lengths(lengths)
 
 
 def _of_parts(body: dict[str, Any], encode: Encode) -> list[Part]:

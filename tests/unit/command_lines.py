@@ -10,6 +10,8 @@ CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 TINY = str(CHECKPOINTS / "tiny-llada")
 SDAR = str(CHECKPOINTS / "tiny-sdar")
 WEDLM = str(CHECKPOINTS / "tiny-wedlm")
+IDLM = str(CHECKPOINTS / "tiny-idlm")
+NEMOTRON = str(CHECKPOINTS / "tiny-nemotron")
 LLADA22 = str(CHECKPOINTS / "tiny-llada2.2")
 # Wrong ones, which are refused before torch is imported.
 LIGHT = f"""\
@@ -28,6 +30,9 @@ serve {WEDLM} --adaptive balanced
 serve {LLADA22} --adaptive balanced
 serve {LLADA22} --policy factor
 serve {LLADA22} --factor 2
+serve {LLADA22} --block-length 16
+serve {IDLM} --canvas-length 2
+infill [MASK:2] --model {LLADA22}
 serve --lora-path=
 serve --tokenizer=
 serve --strategy dual_cache --adaptive balanced

@@ -17,7 +17,12 @@ from vllm.v1.structured_output.backend_outlines import (
     validate_structured_output_request_outlines,
 )
 
-from dllm_plugin.api.body_checks import BodyChecks, check_body, sentence_of
+from dllm_plugin.api.body_checks import (
+    BodyChecks,
+    check_body,
+    check_invocation,
+    sentence_of,
+)
 from dllm_plugin.config.request.structured_outputs import SENT_AS, check_grammars
 
 
@@ -31,6 +36,7 @@ def field_is_forgotten() -> Iterator[None]:
 
 MESSAGE = {"type": "message", "role": "assistant"}
 CHOSEN = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+FINE = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 REFUSED = [
     ({"structured_outputs": "a"}, "structured_outputs must be an object, got 'a'"),
     ({"structured_outputs": {"jsn": {}}}, "no field 'jsn' (did you mean json?); known"),
@@ -41,6 +47,8 @@ REFUSED = [
     ({"tools": {"a": 1}}, "tools must be a list, got {'a': 1}."),
     ({"prompt": "a", "dllm_policy": "entropy"}, "dllm_policy has no effect beside"),
     ({"messages": [{"tool_calls": 5}]}, "messages.0.tool_calls must be a list, got 5"),
+    ({"messages": [[FINE | {"content": [{"text": 5}]}]]}, "messages.0.0.content.0.te"),
+    ({"messages": [[FINE | {"content": 5}]]}, "must be a string or a list, got 5."),
     ({"stream_options": [1]}, "stream_options must be an object, got [1]"),
     ({"request_id": "a\ud800"}, "request_id holds '\\ud800' in 'a\\ud800', half of"),
     ({"a": [{"b": {"\udfff": 1}}]}, "a holds '\\udfff'"),
@@ -65,6 +73,7 @@ TAKEN = [
     {"prompt": "\N{HOT PEPPER}", "stop": []},
     {"input": [{"role": "user", "content": [{"type": "refusal"}]}, "a"]},
     {"input": "refusal"},
+    {"messages": [[FINE, FINE]]},
     {"text": "a", "messages": None, "tools": None},
     {"input": "a", "messages": None},
     {"seed": 2**64 - 1, "response_format": {"maximum": 10**40}},
@@ -179,34 +188,44 @@ def test_errors_that_pydantic_wrote_are_one_sentence() -> None:
     assert said == "messages.0.content is missing: give it."
 
 
-OF_LISTS = (
-    "1 validation error for ValidatorIterator\n0.Call.name\n  Field required [type="
-)
+OF_LISTS = "1 validation error for ValidatorIterator\n0.text\n  Field required [type="
 NO_OBJECT = (
-    "1 validation errors:\n  {'type': 'dict_type', 'loc': 'body.0.Call', 'msg': 'Input "
+    "1 validation errors:\n  {'type': 'dict_type', 'loc': 'body.0', 'msg': 'Input "
 )
 NO_OBJECT += "should be a valid dictionary', 'input': '5'}"
-FINE = {"role": "user", "content": [{"kind": "output"}]}
 CALLS = {"role": "assistant", "content": "a"}
+UNCALLED = {"id": "a", "type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
     ("errors", "messages", "sentence"),
     [
-        (OF_LISTS, [{"content": "a"}, FINE], "messages.1.content.0.name is missing: g"),
+        (
+            OF_LISTS,
+            [FINE, FINE | {"content": [{"type": "text"}]}],
+            "messages.1.content.0.text is missing: give it.",
+        ),
         (OF_LISTS, [FINE, FINE], "messages hold a part or a call that is not valid: "),
         (
             OF_LISTS,
-            [FINE, {"content": {"a": 1}}],
-            "messages.1.content must be a string",
+            [FINE | CALLS | {"tool_calls": [UNCALLED]}],
+            "messages.0.tool_calls.0.function.arguments is missing",
         ),
-        (NO_OBJECT, [FINE, {"content": [5]}], "messages.1.content.0 must be an object"),
         (
             NO_OBJECT,
-            [CALLS | {"tool_calls": [5]}],
+            [FINE, {"role": "system", "content": [5]}],
+            "messages.1.content.0 must be an object, got 5.",
+        ),
+        (
+            OF_LISTS,
+            [FINE, CALLS | {"content": {"a": 1}}],
+            "messages.1.content must be a string",
+        ),
+        (
+            NO_OBJECT,
+            [FINE | CALLS | {"tool_calls": [5]}],
             "messages.0.tool_calls.0 must be an",
         ),
-        (NO_OBJECT, [FINE | {"tool_calls": [5]}], "messages.0.tool_calls.0 must be an"),
         (NO_OBJECT, [5], "messages hold a part or a call that is not valid"),
     ],
     ids=str,
@@ -219,6 +238,27 @@ def test_errors_of_lists_that_are_read_late(
     assert said.startswith(sentence)
     without = sentence_of(errors, json.dumps({"prompt": "a"}).encode())
     assert without.startswith("messages hold a part or a call that is not valid")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ([], "The body must be an object, got []."),
+        (
+            {"messages": [CALLS | {"tool_calls": [5]}]},
+            "messages.0.tool_calls.0 must be",
+        ),
+        ({"messages": [FINE | {"content": 5}]}, "messages.0.content must be a string"),
+        ({"prompt": "a", "max_tokens": "x"}, "max_tokens must be an integer, got 'x'."),
+    ],
+)
+def test_invocations_say_what_is_wrong(body: Any, sentence: str) -> None:
+    """vLLM tries one route after another, and names what the last of them lacks."""
+    with pytest.raises(ValueError) as caught:
+        check_invocation(json.dumps(body).encode())
+    assert str(caught.value).startswith(sentence)
+    check_invocation(json.dumps({"messages": [FINE]}).encode())
+    check_invocation(b"{")
 
 
 def test_files_are_no_json() -> None:

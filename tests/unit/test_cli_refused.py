@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from command_lines import LIGHT, SDAR, TINY
+from command_lines import LIGHT, LLADA22, SDAR, TINY
 
-from dllm_plugin.commands import cli, doctor, models, phases
+from dllm_plugin.commands import cli, doctor, models, options, phases
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,9 @@ def test_error_is_one_sentence(
         ["report", "sdar:8b", ""],
         ["report", "sdar:8b", "another"],
         ["doctor", "--dtype", "bf16"],
+        ["serve", "--dtype", "float8"],
+        ["serve", "--gpu-memory-utilization", "7"],
+        ["serve", "--max-model-len=abc"],
         ["doctor", "some/model", "--model", "another/model"],
     ],
 )
@@ -308,7 +311,12 @@ NO_STRATEGY = "'dual_cache' does not fit sdar models, which attend causally"
             "full_refresh_every has no effect with strategy 'block_diffusion'",
         ),
         (["generate", "x", "--model", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
-        (["infill", "x[MASK:1]", "--model", SDAR], NO_STRATEGY),
+        (["infill", "x[MASK:1]", "--model", SDAR], "SDAR models attend causally from"),
+        (["infill", "x[MASK:1]", "--model", LLADA22], "a gap needs a model that sees"),
+        (
+            ["infill", "[MASK:1]", "--model", SDAR, "--strategy", "dual_cache"],
+            NO_STRATEGY,
+        ),
         (["watch", "--model", SDAR, "--strategy", "dual_cache"], NO_STRATEGY),
         (
             ["eval", "--schedule", "8", "--model", SDAR, "--strategy", "dual_cache"],
@@ -336,10 +344,12 @@ def test_what_a_family_does_not_have(
 
 
 def test_quantizations_are_those_of_vllm() -> None:
+    from vllm.config.cache import CacheDType
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    assert models.quantizations() == tuple(QUANTIZATION_METHODS)
-    models.check_quantization("fp8_per_block")
+    assert options.words_of("--quantization") == tuple(QUANTIZATION_METHODS)
+    assert options.words_of("--kv-cache-dtype") == get_args(CacheDType)
+    options.check_word("--quantization", "fp8_per_block")
 
 
 @pytest.mark.parametrize("words", [["bench", "host"], ["eval", "--schedule", "8"]])

@@ -37,7 +37,7 @@ def with_start(text: str) -> list[int]:
     [
         ({"text": "a [MASK:3] b"}, ["a ", (3,), " b"]),
         ({"text": "[MASK:3][MASK:2]ä[MASK:1]"}, [(5,), "ä", (1,)]),
-        ({"text": "[MASK:x] [mask:2] [MASK:2]"}, ["[MASK:x] [mask:2] ", (2,)]),
+        ({"text": "[MASK] [mask:2] [MASK:2]"}, ["[MASK] [mask:2] ", (2,)]),
         ({"parts": ["[MASK:3]", {"mask": 3}, "a", "b"]}, ["[MASK:3]", (3,), "ab"]),
         ({"text": "a [MASK:8,2,8] b[MASK:auto]"}, ["a ", (2, 8), " b", ()]),
         (
@@ -82,12 +82,21 @@ def test_there_and_back() -> None:
         ({"text": "a", "slack": 2}, "slack has no effect without draft: leave it out."),
         ({"text": 5}, "text must be text with [MASK:n], got 5."),
         ({"text": "abc"}, "text has no gap: nothing is to be filled; write [MASK:4]"),
+        (
+            {"text": "[MASK:2] [MASK:x]"},
+            "'[MASK:x]' is no gap of at least 1 position: w",
+        ),
+        (
+            {"text": "a [MASK:-2]"},
+            "'[MASK:-2]' is no gap of at least 1 position: write",
+        ),
+        (
+            {"text": "[MASK:3,]"},
+            "'[MASK:3,]' is no gap of at least 1 position: write [",
+        ),
         ({"text": "a [mask:2] b"}, "write [MASK:4], [MASK:2,4] for one of two"),
         ({"parts": ["abc"]}, "parts has no gap: nothing is to be filled."),
-        (
-            {"text": "[MASK:0]"},
-            "A gap must have at least 1 position, a whole number, got 0.",
-        ),
+        ({"text": "[MASK:0]"}, "'[MASK:0]' is no gap of at least 1 position: write [M"),
         ({"parts": "abc"}, "parts must be a list of texts and"),
         (
             {"parts": [{"mask": True}]},

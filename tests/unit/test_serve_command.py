@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from command_lines import TINY, section_of, served
+from command_lines import IDLM, LLADA22, NEMOTRON, TINY, WEDLM, section_of, served
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, models, serve
@@ -132,6 +132,35 @@ def test_flags_choose_the_bundled_adapter() -> None:
         (["--block-length", "x"], "block_length must be a whole number"),
         (["/no/folder"], "there is no folder /no/folder"),
         (["a", "--model", "b"], "two models are named: a and b"),
+        (["a", "b"], "two models are named: a and b"),
+        (
+            ["--kv-cache-dtype", "fp9"],
+            "--kv-cache-dtype fp9 is unknown to vLLM (did yo",
+        ),
+        (
+            ["--max-model-len", "5000"],
+            "--max-model-len 5000 is longer than the context",
+        ),
+        (
+            [WEDLM, "--canvas-length", "2"],
+            "window 16 needs a canvas of 32 positions, g",
+        ),
+        (
+            [IDLM, "--canvas-length", "2"],
+            "block_length 4 needs a canvas of 8 positions",
+        ),
+        (
+            [LLADA22, "--block-length", "16"],
+            "block_length 16 is not the 32 of this mod",
+        ),
+        (
+            [NEMOTRON, "--canvas-length", "8"],
+            "8 is longer than the canvas of 7 positio",
+        ),
+        (
+            ["--strategy=d2f", "--canvas-length=8"],
+            "block_length 32 is longer than the ",
+        ),
         ([TINY.replace("llada", "lada")], "did you mean tiny-llada?"),
         (["no/body"], "there is no folder no/body, and the hub's cache"),
         (["a b"], "'a b' is neither a folder nor a name on the hub"),

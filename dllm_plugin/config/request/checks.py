@@ -13,12 +13,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_plugin.config.decode import Case, DecodeConfig
 from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
-from dllm_plugin.decoding.families import (
-    SEMI_AUTOREGRESSIVE,
-    needs_full_attention,
-    titles_of,
-)
-from dllm_plugin.decoding.methods import methods_of
+from dllm_plugin.decoding.families import no_gaps
 
 from .arguments import TEMPLATE, RequestArguments
 
@@ -254,20 +249,7 @@ def check_given_tokens(name: str, token_ids: Sequence[int], vocab_size: int) -> 
 
 def no_template(config: DecodeConfig, wanted: str) -> str:
     """Return why an engine cannot serve what is `wanted`; empty if it can."""
-    family = config.family
-    known = methods_of(family).items()
-    full = sorted(name for name, row in known if row.full_attention)
-    if family.absolute_grid or not full:
-        where = "" if config.method.causal else " from block to block"
-        return (
-            f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
-            f"causally{where}. Models that can: {titles_of(SEMI_AUTOREGRESSIVE)}."
-        )
-    if config.method.full_attention:
-        return ""
-    choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
-    why = needs_full_attention(wanted, config.strategy)
-    return f"{why} Serve with strategy {choices}."
+    return no_gaps(wanted, config.strategy, config.family)
 
 
 def too_long(config: DecodeConfig, num_positions: int) -> str:
