@@ -223,17 +223,6 @@ def _check_block(
         check_block(strategy, family, block, trained, canvas)
 
 
-def check_context(model: str, length: str | None) -> None:
-    """Raise ValueError if a context that the command line names is longer than a model's."""
-    config = read_config(model)
-    if (
-        length is not None
-        and length.isdecimal()
-        and architecture_of(config) in FAMILIES
-    ):
-        check_fits("--max-model-len", int(length), config)
-
-
 def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:
     """Raise ValueError for more positions than a model has, if its configuration tells."""
     lengths = [config[key] for key in CONTEXTS if isinstance(config.get(key), int)]

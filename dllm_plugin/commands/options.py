@@ -45,7 +45,8 @@ WORDS = {
 }
 DTYPES_HELP = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
-AMOUNT = re.compile(r"auto|-?\d+(?:\.\d+)?[kmgt]?", re.IGNORECASE)
+# A count as vLLM reads it, which may be left to vLLM.
+AMOUNT = re.compile(r"(?i)auto|-1|(?=.*[1-9])\d+(?:(?:\.\d+)?[kmgt])?")
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
@@ -278,7 +279,9 @@ def amount(text: str) -> str:
     """Return what vLLM may read as a whole number. Raises ArgumentTypeError for other texts."""
     if AMOUNT.fullmatch(text):
         return text
-    raise argparse.ArgumentTypeError(f"must be a whole number, got {shown(text)}")
+    raise argparse.ArgumentTypeError(
+        f"must be a whole number of at least 1, got {shown(text)}"
+    )
 
 
 def number(text: str) -> float:

@@ -18,13 +18,16 @@ import yaml
 from dllm_plugin import default_model
 from dllm_plugin.config.options import OPTIONS, Options
 from dllm_plugin.config.validation import did_you_mean
+from dllm_plugin.decoding.families import FAMILIES
 
 from .models import (
-    check_context,
+    architecture_of,
     check_decoding,
+    check_fits,
     check_folder,
     check_served,
     is_elsewhere,
+    read_config,
     resolve,
 )
 from .offline import BUNDLED_MEMORY, add_adapter, spin_briefly
@@ -67,7 +70,7 @@ OTHER_FORMATS = (
 # Of vLLM's options those that are whole numbers, and often given.
 AMOUNTS = (
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
-    *("--tensor-parallel-size", "--data-parallel-size"),
+    *("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp"),
 )
 FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 
@@ -171,7 +174,7 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
         check_served(model, section)
         check_decoding(model, section)
     if model is not None and is_readable(model, rest):
-        check_context(model, value_of(rest, "--max-model-len"))
+        check_own(model, rest)
     check_values(rest)
     check_named_files(rest)
     check_port(rest)
@@ -321,6 +324,19 @@ def bundled_arguments(given: Sequence[str]) -> list[str]:
         if value_of(given, option) is None:
             arguments += [option, value]
     return arguments
+
+
+def check_own(model: str, arguments: list[str]) -> None:
+    """Raise ValueError for options of vLLM that a model of ours cannot have."""
+    config = read_config(model)
+    if architecture_of(config) not in FAMILIES:
+        return  # plugins may quantise other models in ways of their own
+    length = value_of(arguments, "--max-model-len") or ""
+    if length.isdecimal():
+        check_fits("--max-model-len", int(length), config)
+    for option in ("--quantization", "-q"):
+        if word := value_of(arguments, option):
+            check_word("--quantization", word)
 
 
 def check_values(arguments: list[str]) -> None:

@@ -99,11 +99,12 @@ CHECKPOINTS = read_checkpoints(Path(__file__).with_name("catalogue.csv"))
 def hub_name(model: str) -> str:
     """Return the hub name of a short name, and any other name as it is.
 
-    Raises ValueError for what is written like a short name and is not listed.
+    Raises ValueError for what is written like a short name, or begins one, and is not listed.
     """
     if model in CHECKPOINTS:
         return CHECKPOINTS[model].hub
-    if ":" in model and "/" not in model:
+    begins = any(name.startswith(f"{model.lower()}:") for name in CHECKPOINTS)
+    if begins or (":" in model and "/" not in model):
         raise ValueError(
             f"{model} is no short name (`diffuplug models` lists them)"
             + did_you_mean(model.lower(), CHECKPOINTS)

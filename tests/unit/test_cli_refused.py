@@ -39,6 +39,7 @@ from dllm_plugin.commands import cli, doctor, models, options, phases
         (["serve", "--model="], "the name of the model is empty"),
         (["serve", "sadr:8b"], "sadr:8b is no short name"),
         (["doctor", "LLaDA:8B"], "did you mean llada:8b?"),
+        (["generate", "x", "--model", "LLaDA"], "did you mean llada:8b?"),
         (["generate", "x", "--lora-path", "/no/such"], "there is no folder /no/such"),
         (["generate", "x", "--lora-path", "/etc"], "/etc holds no adapter_config.json"),
         (["serve", "--lora-path", "/etc"], "lora_path /etc holds no adapter_config"),
@@ -178,7 +179,7 @@ def test_error_is_one_sentence(
         ["doctor", "--dtype", "bf16"],
         ["serve", "--dtype", "float8"],
         ["serve", "--gpu-memory-utilization", "7"],
-        ["serve", "--max-model-len=abc"],
+        ["serve", "-tp", "0"],
         ["doctor", "some/model", "--model", "another/model"],
     ],
 )

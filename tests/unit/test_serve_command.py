@@ -133,6 +133,8 @@ def test_flags_choose_the_bundled_adapter() -> None:
         (["/no/folder"], "there is no folder /no/folder"),
         (["a", "--model", "b"], "two models are named: a and b"),
         (["a", "b"], "two models are named: a and b"),
+        (["--quantization", "int8"], "--quantization int8 is unknown to vLLM"),
+        (["-q=int3"], "--quantization int3 is unknown to vLLM"),
         (
             ["--kv-cache-dtype", "fp9"],
             "--kv-cache-dtype fp9 is unknown to vLLM (did yo",
