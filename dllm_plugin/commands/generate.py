@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from .models import check_length
 from .offline import (
     collecting_later,
     engine_options,
@@ -51,6 +52,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the answer on standard output while it forms, everything else on standard error."""
     options = engine_options(args)
+    check_length("--max-tokens", args.max_tokens, options["model"])
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")

@@ -24,7 +24,7 @@ from dllm_plugin.infilling.lengths import (
 )
 
 from .generate import summary
-from .models import architecture_of, check_fits, is_elsewhere, read_config
+from .models import architecture_of, check_length, is_elsewhere, read_config
 from .offline import (
     conversation,
     engine_options,
@@ -60,9 +60,8 @@ def run(args: argparse.Namespace) -> int:
     parts = parts_of_text(args.text)
     args.strategy = _strategy_of(args)
     options = engine_options(args)
-    if not is_elsewhere(options["model"]):
-        lengths = [max(part, default=0) for part in parts if not isinstance(part, str)]
-        check_fits("[MASK:n]", max(lengths), read_config(options["model"]))
+    lengths = [max(part, default=0) for part in parts if not isinstance(part, str)]
+    check_length("[MASK:n]", max(lengths), options["model"])
     from dllm_plugin.config.decode import get_decode_config
 
     from .phases import screen

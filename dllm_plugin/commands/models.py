@@ -223,6 +223,12 @@ def _check_block(
         check_block(strategy, family, block, trained, canvas)
 
 
+def check_length(name: str, positions: int, model: str) -> None:
+    """Raise ValueError for more positions than a model has, if its files are looked at here."""
+    if not is_elsewhere(model):
+        check_fits(name, positions, read_config(model))
+
+
 def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None:
     """Raise ValueError for more positions than a model has, if its configuration tells."""
     lengths = [config[key] for key in CONTEXTS if isinstance(config.get(key), int)]

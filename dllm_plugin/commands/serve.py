@@ -357,8 +357,9 @@ def check_named_files(arguments: Sequence[str]) -> None:
         if (name := value_of(arguments, option)) and not Path(name).is_file():
             raise ValueError(f"{option} {name} is no file")
     template = value_of(arguments, "--chat-template") or ""
-    # It may be the template itself, or the name of one that vLLM has.
-    is_path = "/" in template and not {*"{}\n"} & {*template}
+    # It may be the template itself, or the name of one that vLLM has: template_chatml.jinja.
+    is_file = template.endswith(".jinja") and not template.startswith("template_")
+    is_path = ("/" in template or is_file) and not {*"{}\n"} & {*template}
     if is_path and not Path(template).is_file():
         raise ValueError(f"--chat-template {template} is no file")
     tokenizer = value_of(arguments, "--tokenizer")

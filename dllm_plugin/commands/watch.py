@@ -11,6 +11,7 @@ from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.arguments import FRAMES
 
 from .generate import summary
+from .models import check_length
 from .offline import (
     engine_options,
     num_forwards,
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "--api-key is that of a server: give its --url, or leave it out"
         )
     options = engine_options(args)
+    check_length("--max-tokens", args.max_tokens, options["model"])
     from .phases import screen
 
     with screen(args.verbose) as started:

@@ -278,6 +278,11 @@ def test_names_that_are_known_without_torch() -> None:
         (["infill", "--strategy", "d2f", "[MASK:3]"], "Serve with strategy dual_cache"),
         (["serve", "--strategy", "dualcache"], "did you mean dual_cache?"),
         (["watch", "--policy", "treshold", "x"], "did you mean threshold?"),
+        (
+            ["watch", "--max-tokens", "5000"],
+            "is longer than the context of 1024 tokens",
+        ),
+        (["generate", "--max-tokens", "5000", "x"], "--max-tokens 5000 is longer than"),
         (["eval", "--schedule", "8", "--policy", "x"], "policy 'x' is unknown"),
         (["serve", "--strategy", "introspective"], "does not fit llada models"),
         (["generate", "--strategy", "causal_window", "x"], "does not fit"),

@@ -133,6 +133,7 @@ def test_flags_choose_the_bundled_adapter() -> None:
         (["/no/folder"], "there is no folder /no/folder"),
         (["a", "--model", "b"], "two models are named: a and b"),
         (["a", "b"], "two models are named: a and b"),
+        (["--chat-template", "a.jinja"], "--chat-template a.jinja is no file"),
         (["--quantization", "int8"], "--quantization int8 is unknown to vLLM"),
         (["-q=int3"], "--quantization int3 is unknown to vLLM"),
         (
