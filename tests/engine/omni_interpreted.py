@@ -61,7 +61,7 @@ def hidden_states(folder: Path, room: EngineRoom, ranks: int) -> tuple[float, in
     llm = room.start(model=str(folder), **args)
     for modules in llm.collective_rpc(modules_of_runner):
         assert "vllm.v1.worker.gpu.model_runner" in modules
-    outputs = llm.generate(PROMPTS, asked(20), use_tqdm=False)
+    outputs = llm.generate(PROMPTS, asked(10), use_tqdm=False)
     reference = Reference(folder)
     return max(reference.error(out, layers=LAYERS) for out in outputs), num_preemptions(
         llm

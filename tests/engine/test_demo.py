@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 from documented import ROOT
+from forked import PYTHON
 
 from diffuplug_bench.word_problems.generator import ask_in_json, problems_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder() -> Iterator[str]:
 
 def test_the_demo_leaves_its_server_running(folder: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "demo.py"), "--keep"],
+        [PYTHON, str(ROOT / "scripts" / "demo.py"), "--keep"],
         capture_output=True,
         text=True,
         timeout=400,

@@ -40,7 +40,8 @@ def test_d2f_under_page_pressure(family: str, room: EngineRoom) -> None:
     )
     assert backends(llm) == {"DistinctBackend"}
     before, pages = num_preemptions(llm), free_pages(llm)
-    cases = random.Random(0).sample(d2f.cases_of(family), len(d2f.cases_of(family)))
+    cases = d2f.cases_of(family)[::2]
+    random.Random(0).shuffle(cases)
     outputs = generate(
         llm, [c["prompt_ids"] for c in cases], [d2f.wish_for(c) for c in cases]
     )

@@ -101,10 +101,13 @@ def assert_begins(streams: Sequence[Stream], texts: Sequence[str]) -> None:
         assert common and stream.text[:common] == text[:common]
 
 
-def killed(server: Server, name: str, texts: Sequence[str]) -> None:
+def killed(
+    server: Server,
+    victim: psutil.Process,
+    processes: list[psutil.Process],
+    texts: Sequence[str],
+) -> None:
     """Kill a process while eight streams run; every client has an error soon, nothing is left."""
-    *_, victim = named(server, name)
-    processes = processes_of(server)  # a search that a stream might not outlast
     streams = start_streams(server.url, 8, ENDLESS)
     victim.send_signal(signal.SIGKILL)
     began = time.monotonic()
@@ -133,24 +136,46 @@ def texts(drained: Server) -> list[str]:
     return plain_texts(drained, 8)
 
 
-def test_the_engine_is_killed(texts: list[str], tmp_path: Path) -> None:
-    """And another server takes the port at once. By Python itself; the next is a fork.
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server by Python itself, whose processes have no stand-ins; the others are forks."""
+    levels = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOG_STATS_INTERVAL": "1"}
+    log, variables = tmp_path_factory.mktemp("fresh") / "log", levels | KILLED_SOON
+    with serving(log, *UNBOUND, python=sys.executable, **variables) as server:
+        yield server
 
-    Its engine ends once its front end is killed.
-    """
-    with serving(
-        tmp_path / "log", *UNBOUND, python=sys.executable, **KILLED_SOON
-    ) as server:
-        killed(server, "EngineCore", texts)
-        assert "diffuplug: the engine has died" in server.log.read_text()
-        port = int(server.url.rpartition(":")[2])
-        log = tmp_path / "again"
-        with serving(log, *UNBOUND, port=port, **KILLED_SOON) as again:
-            assert again.url == server.url
-            assert plain_texts(again, 2) == texts[:2]
-            left = processes_of(again)
-            again.process.send_signal(signal.SIGKILL)
-            assert_gone(left)
+
+def wait_for(server: Server, words: str) -> None:
+    while words not in server.log.read_text():
+        assert server.process.poll() is None, server.log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def test_the_log_of_a_server_is_short(fresh: Server) -> None:
+    """Nothing that our own command causes, and numbers that mean something."""
+    wait_for(fresh, "diffuplug: ready")
+    start, _, rest = fresh.log.read_text().partition("diffuplug: ready")
+    assert len(start.splitlines()) < 20, start
+    assert "--middleware" not in start
+    assert f"(viewer: {fresh.url}/viewer)" in rest
+    join(start_streams(fresh.url, 2, 200), PATIENCE)
+    wait_for(fresh, "tokens per forward")
+    assert "SpecDecoding metrics" not in fresh.log.read_text()
+
+
+def test_the_engine_is_killed(fresh: Server, texts: list[str], tmp_path: Path) -> None:
+    """And another server takes the port at once. Its engine ends once its front end is killed."""
+    processes = psutil.Process(fresh.process.pid).children(recursive=True)
+    (engine,) = [p for p in processes if p.name() == "VLLM::EngineCore"]
+    killed(fresh, engine, processes, texts)
+    assert "diffuplug: the engine has died" in fresh.log.read_text()
+    port = int(fresh.url.rpartition(":")[2])
+    with serving(tmp_path / "log", *UNBOUND, port=port, **KILLED_SOON) as again:
+        assert again.url == fresh.url
+        assert plain_texts(again, 2) == texts[:2]
+        left = processes_of(again)
+        again.process.send_signal(signal.SIGKILL)
+        assert_gone(left)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +192,8 @@ def test_one_of_two_is_killed(
 ) -> None:
     """A rank, the first stage of a pipeline, a replica, and what replicas are told by."""
     with serving(tmp_path / "log", *UNBOUND, *options, **KILLED_SOON) as server:
-        killed(server, name, texts)
+        *_, victim = named(server, name)
+        killed(server, victim, processes_of(server), texts)
         died = "coordinator of the engines" if name == COORDINATOR else "engine"
         assert f"diffuplug: the {died} has died" in server.log.read_text()
 

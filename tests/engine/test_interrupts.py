@@ -208,18 +208,3 @@ def test_sigterm_lets_streams_end_by_default(server: Server) -> None:
     # Also the one that was being read when the signal came.
     assert {reply.status_code for reply in replies} <= {200, 503}
     assert server.process.wait(timeout=60) == 0
-
-
-def test_the_log_of_a_server_is_short(tmp_path: Path) -> None:
-    """Nothing that our own command causes, and numbers that mean something."""
-    levels = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOG_STATS_INTERVAL": "1"}
-    log = tmp_path / "log"
-    with serving(log, *UNBOUND, python=sys.executable, **levels) as server:
-        wait_for(log, "diffuplug: ready", server.process)
-        start, _, rest = log.read_text().partition("diffuplug: ready")
-        assert len(start.splitlines()) < 20, start
-        assert "--middleware" not in start
-        assert f"(viewer: {server.url}/viewer)" in rest
-        join(start_streams(server.url, 2, 400), 60)
-        wait_for(log, "tokens per forward", server.process)
-    assert "SpecDecoding metrics" not in log.read_text()

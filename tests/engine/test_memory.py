@@ -38,15 +38,15 @@ def test_preemption_under_pressure(
 
 
 def test_a_clock_that_jumps(
-    family: str, overlapped: bool, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+    overlapped: bool, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour to and fro: what is decided, and who is preempted, hangs on no clock."""
     llm = room.start(
-        family, async_scheduling=overlapped, block_size=32, num_gpu_blocks_override=14
+        "llada", async_scheduling=overlapped, block_size=32, num_gpu_blocks_override=14
     )
     before, now, hours = num_preemptions(llm), time.time, itertools.cycle((0, 1, -1))
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * next(hours))
-    check(llm, family, [*MIXED, job(50, 100, 16, seed=8), job(55, 100, 16, seed=9)])
+    check(llm, "llada", [*MIXED, job(50, 100, 16, seed=8), job(55, 100, 16, seed=9)])
     assert num_preemptions(llm) > before
 
 
@@ -147,7 +147,7 @@ def test_every_way_to_end_gives_every_page_back(
 def test_finished_requests_leave_nothing_on_the_worker(
     overlapped: bool, room: EngineRoom
 ) -> None:
-    """Hundreds that end by length, stop token or abort, in any state, most preempted before."""
+    """Many that end by length, stop token or abort, in any state, most preempted before."""
     dllm = {"strategy": "d2f", "block_length": 8, "canvas_length": 16}
     tight: Any = {"block_size": 32, "num_gpu_blocks_override": 9}
     llm = room.start("llada", dllm, async_scheduling=overlapped, **tight)
@@ -160,11 +160,11 @@ def test_finished_requests_leave_nothing_on_the_worker(
         states.req_id_to_slot, states.preempted._kept = {}, {}
         held_after.append(held(states, states.config, states.model_config))
         assert free_pages(llm) == pages
-    assert num_preemptions(llm) - before > 50
+    assert num_preemptions(llm) - before > 30
     assert held_after[0] == held_after[1] == held_after[2]
 
 
-def many_short_requests(llm: Any, part: int, count: int = 80) -> None:
+def many_short_requests(llm: Any, part: int, count: int = 50) -> None:
     """Keep ten requests in the engine until `count` have come and gone; abort every seventh."""
     engine, core, states, started = (
         llm.llm_engine,

@@ -75,13 +75,14 @@ def segments() -> Iterator[Path]:
 
 def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     """Each rank is an engine of its own; the last stage of the pipeline sends it the rows."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    launch = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command = [*launch, str(HERE / "omni_parallel.py"), str(folder), "launcher"]
     for segment in segments():
         segment.unlink()
     text = output_of(
         command,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PYTHON_EXEC=PYTHON,  # what torchrun starts as ranks
         GLOO_SOCKET_IFNAME="lo",
         MASTER_PORT="0",
     )

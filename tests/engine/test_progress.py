@@ -48,7 +48,7 @@ def test_forwards_with_pages_for_one_and_a_half(
     options = PAGES | {"num_gpu_blocks_override": 7, "scheduling_policy": policy}
     llm = start(room, decoder, **options)
     before, pages = num_preemptions(llm), free_pages(llm)
-    jobs = [whole_text(i) for i in range(16)]
+    jobs = [whole_text(i) for i in range(8)]
     outputs = run(llm, jobs)
     texts = [job.decode(decoder, canvas=32) for job in jobs]
     assert [token_ids(output) for output in outputs] == [

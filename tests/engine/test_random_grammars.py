@@ -28,7 +28,7 @@ from grammar_cases import random_case
 
 pytestmark = pytest.mark.slow
 
-TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "48"))
+TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "32"))
 TOGETHER = 8  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64)
 EVERY = 17  # steps: a block of 4 takes at most three a position, and a few to begin

@@ -1,4 +1,4 @@
-"""1,600 requests, many of them wrong, hostile or abandoned, against one bundled server.
+"""1,200 requests, many of them wrong, hostile or abandoned, against one bundled server.
 
 ``DIFFUPLUG_SOAK_REQUESTS=5000`` sends more of them than `make test-all` has time for.
 """
@@ -26,7 +26,7 @@ from dllm_plugin import default_model
 
 pytestmark = pytest.mark.slow
 
-COUNT = int(os.environ.get("DIFFUPLUG_SOAK_REQUESTS", "1600"))
+COUNT = int(os.environ.get("DIFFUPLUG_SOAK_REQUESTS", "1200"))
 AT_ONCE = 16
 PROBE_EVERY = 60
 SECONDS = 900  # for all of them; about a tenth of it where nothing else runs

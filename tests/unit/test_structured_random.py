@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),
 ]
 
-TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "160"))
+TRIALS = int(os.environ.get("DIFFUPLUG_GRAMMAR_TRIALS", "112"))
 TOGETHER = 7  # requests of a batch, besides a free one
 BUDGETS = (8, 16, 24, 40, 64, 96)
 
@@ -173,7 +173,7 @@ def left_to_right(state: GrammarState, script: ByPosition, most: int) -> list[in
 def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> None:
     """Blocks of one position, nothing written ahead, and a budget that does not press."""
     compared = 0
-    for seed in range(20):
+    for seed in range(12):
         rng = random.Random(seed)
         case = random_case(rng)
         loop = GrammarLoop(
@@ -189,7 +189,7 @@ def test_one_position_after_the_other_is_plain_decoding(compiler: Compiler) -> N
         if EOS in expected:
             assert run.output == expected, (seed, case.spec)
             compared += 1
-    assert compared > 7
+    assert compared > 4
 
 
 def test_every_text_is_valid(compiler: Compiler) -> None:
