@@ -170,7 +170,7 @@ def test_accuracy_and_tokens_per_forward() -> None:
 def test_every_policy_of_a_strategy() -> None:
     program = (
         "import json; from diffuplug_bench.eval.every_policy import score_strategy;"
-        "rows = score_strategy('dual_cache', 'auto', 2);"
+        "rows = score_strategy('dual_cache', 'auto', 1);"
         "print(json.dumps([row._asdict() for row in rows]))"
     )
     rows = json.loads(run(PYTHON, "-c", program).strip().splitlines()[-1])

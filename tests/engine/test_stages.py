@@ -21,7 +21,10 @@ from test_grid_goldens import CANVAS
 from test_stages_families import STAGES, check_full, check_recorded
 from test_traces import trace
 
-pytestmark = pytest.mark.usefixtures("template", "workers_end_soon")
+pytestmark = [
+    pytest.mark.usefixtures("template", "workers_end_soon"),
+    pytest.mark.slow,
+]
 
 FEW_PAGES = {"block_size": 32, "num_gpu_blocks_override": 14}
 Request = tuple[list[int], Any]
