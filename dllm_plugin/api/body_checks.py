@@ -31,7 +31,7 @@ from dllm_plugin.config.validation import did_you_mean, shown
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
-INVOCATIONS = "/invocations"  # tries to read a body as that of one route after another
+INVOCATIONS = "/invocations"
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
 # Of bodies whose messages may be null.
@@ -158,8 +158,9 @@ def sentence_of(errors: str, body: bytes) -> str:
     place, said = found[0]
     if said == "JSON decode error":
         why = REASON.search(errors)
-        at_character = place.removeprefix("body.")
-        return f"The body is no JSON: {why[2] if why else said}, at character {at_character}."
+        said = why[2] if why else said
+        at_place = place.removeprefix("body.")
+        return f"The body is no JSON: {said}, at character {at_place}."
     if isinstance(fields, dict) and OF_LISTS.match(place):
         last = place.rpartition(".")[2]
         return f"messages hold a part or a call that is not valid: {last}: {said}."
@@ -310,8 +311,8 @@ def check_body(body: bytes) -> None:
 
 
 def check_invocation(body: bytes) -> None:
-    """Raise ValueError for a body that is neither a chat's nor a completion's, and say why."""
-    with suppress(json.JSONDecodeError, VLLMValidationError):  # which vLLM answers
+    """Raise ValueError for what is no chat and no completion, but for what vLLM itself says well."""
+    with suppress(json.JSONDecodeError, VLLMValidationError):
         fields = json.loads(body)
         if not isinstance(fields, dict):
             raise ValueError(f"The body must be an object, got {shown(fields)}.")

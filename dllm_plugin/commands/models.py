@@ -213,12 +213,13 @@ def _check_block(
     """Raise ValueError for a block, or drafts, that training or the canvas given rules out."""
     trained = config.get(family.block_key or "") or family.block_length
     name, default = DRAFTS.get(strategy, ("block_length", DEFAULT_BLOCK))
-    if strategy in FULL_ATTENTION:  # a block of a default length is shortened
-        default = 1
+    if strategy in FULL_ATTENTION:
+        default = 1  # shortened to the canvas
     block = options.get(name) or trained or default
     canvas = options.get("canvas_length")
     if canvas is not None and family is NEMOTRON:
-        canvas -= 1  # a causal commit also decides the position after its block
+        # A causal commit also decides the position after its block.
+        canvas -= 1
     if isinstance(block, int):
         check_block(strategy, family, block, trained, canvas)
 
