@@ -311,7 +311,7 @@ def check_body(body: bytes) -> None:
 
 
 def check_invocation(body: bytes) -> None:
-    """Raise ValueError for what is no chat and no completion, but for what vLLM itself says well."""
+    """Raise ValueError for what is no chat and no completion; vLLM says the rest well."""
     with suppress(json.JSONDecodeError, VLLMValidationError):
         fields = json.loads(body)
         if not isinstance(fields, dict):
