@@ -228,7 +228,7 @@ def test_a_watched_stream_over_http(
         "--input-len",
         "32",
         "--output-len",
-        "256",
+        "128",
     ]
     assert cli.main(["bench", "watched", *arguments, *QUICK]) == 0
     printed = capsys.readouterr().out
@@ -237,14 +237,14 @@ def test_a_watched_stream_over_http(
     none, one, all_of_them = line["watched"]
     assert [row["watched"] for row in line["watched"]] == [0, 1, 3]
     for row in line["watched"]:
-        assert row["requests"] == 3 and row["canvas"] == 32 and row["tokens"] == 3 * 256
-        assert row["forwards_per_request"] == 128, "16 blocks of eight forwards"
+        assert row["requests"] == 3 and row["canvas"] == 32 and row["tokens"] == 3 * 128
+        assert row["forwards_per_request"] == 64, "8 blocks of eight forwards"
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"])
         # A reader that gets no core meanwhile finds all texts at the end.
         assert row["step_ms"] is None or 0 < row["step_ms"] < 1e3 * row["seconds"] / 10
     assert none["share_of_unwatched"] == 1 and "frames_per_request" not in none
     for row in (one, all_of_them):
-        assert 16 < row["frames_per_request"] <= 129
+        assert 8 < row["frames_per_request"] <= 65
     assert (
         all_of_them["kb_per_request"] > one["kb_per_request"] > none["kb_per_request"]
     )
