@@ -311,8 +311,8 @@ def check_body(body: bytes) -> None:
 
 
 def check_invocation(body: bytes) -> None:
-    """Raise ValueError for what is no chat and no completion; vLLM says the rest well."""
-    with suppress(json.JSONDecodeError, VLLMValidationError):
+    """Raise ValueError for a body that is neither a chat nor a completion."""
+    with suppress(json.JSONDecodeError, VLLMValidationError):  # which vLLM answers
         fields = json.loads(body)
         if not isinstance(fields, dict):
             raise ValueError(f"The body must be an object, got {shown(fields)}.")

@@ -141,7 +141,8 @@ def flash_version(vllm_config: VllmConfig) -> int | None:
 def set_causal_backend(vllm_config: VllmConfig) -> None:
     """Choose an attention backend that tells causal sequences from others, on GPUs.
 
-    It is FlashAttention 3 where possible. Raises ValueError if the user chose another one.
+    It is TRITON_ATTN. FlashAttention 3 is taken if asked for: the time of its two calls a layer has
+    not been measured. Raises ValueError if the user chose another one.
     """
     if not (
         get_decode_config(vllm_config).method.causal_commit
@@ -149,28 +150,16 @@ def set_causal_backend(vllm_config: VllmConfig) -> None:
     ):
         return
     attention = vllm_config.attention_config
-    taken = causal_backend(vllm_config, flash_version(vllm_config))
+    takes_flash = flash_version(vllm_config) == 3 and not attention.backend_per_kind
     for asked in filter(None, asked_backends(attention)):
-        if asked not in (TRITON_ATTN, taken):
+        if asked != TRITON_ATTN and not (takes_flash and asked == FLASH_ATTN):
             raise ValueError(
                 f"attention_backend {asked.name} cannot mix causal and bidirectional requests, "
                 "which this model needs: use TRITON_ATTN, or FLASH_ATTN if it is "
                 "FlashAttention 3."
             )
-    attention.backend = taken
-
-
-def causal_backend(
-    vllm_config: VllmConfig, version: int | None
-) -> AttentionBackendEnum:
-    """Return the backend of models that store their blocks causally, by FlashAttention's version.
-
-    Version 2 is left out: it reads keys for a whole block of queries without splitting contexts.
-    """
-    attention = vllm_config.attention_config
-    asked = attention.backend not in (None, FLASH_ATTN) or attention.backend_per_kind
-    problem = next(_flash_problems(vllm_config, version), None)
-    return TRITON_ATTN if asked or problem or version != 3 else FLASH_ATTN
+    if attention.backend is None:
+        attention.backend = TRITON_ATTN
 
 
 def set_graph_backend(vllm_config: VllmConfig) -> None:

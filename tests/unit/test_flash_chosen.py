@@ -202,19 +202,14 @@ def test_large_keys_of_qwen2(
 def test_models_that_store_blocks_causally(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlashAttention 3 attends by two masks; other versions and float32 leave it to Triton."""
+    """Triton attends by two masks, and FlashAttention 3 if it is asked for."""
     arguments = EngineArgs(str(checkpoints / "tiny-nemotron"), dtype="bfloat16")
     config = arguments.create_engine_config()
-    attention, model = config.attention_config, config.model_config
+    attention = config.attention_config
     assert attention.backend is None
-    for version, backend in ((3, FLASH), (2, TRITON), (4, TRITON), (None, TRITON)):
-        assert choice.causal_backend(config, version) == backend
-    model.dtype = torch.float32
-    assert choice.causal_backend(config, 3) == TRITON
-    model.dtype = torch.bfloat16
     monkeypatch.setattr(choice.current_platform, "is_cuda", lambda: True)
     for version, asked, taken in (
-        (3, None, FLASH),
+        (3, None, TRITON),
         (2, None, TRITON),
         (3, TRITON, TRITON),
         (3, FLASH, FLASH),
@@ -226,10 +221,11 @@ def test_models_that_store_blocks_causally(
     attention.backend = AttentionBackendEnum.FLEX_ATTENTION
     with pytest.raises(ValueError, match="FLEX_ATTENTION cannot mix causal and"):
         choice.set_causal_backend(config)
-    monkeypatch.setattr(choice, "flash_version", lambda config: 2)
-    attention.backend = FLASH
-    with pytest.raises(ValueError, match="or FLASH_ATTN if it is FlashAttention 3"):
-        choice.set_causal_backend(config)
+    for version in (2, 4, None):
+        monkeypatch.setattr(choice, "flash_version", lambda config, v=version: v)
+        attention.backend = FLASH
+        with pytest.raises(ValueError, match="or FLASH_ATTN if it is FlashAttention"):
+            choice.set_causal_backend(config)
 
 
 def test_no_version_without_a_gpu(engine_config: VllmConfig) -> None:
