@@ -105,10 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _strategy_of(args: argparse.Namespace) -> str:
     """Return the strategy given, or the family's own. Raises ValueError if it fills no gaps."""
-    family, model = (
-        LLADA,
-        args.model,
-    )  # the bundled one's, and that of models read elsewhere
+    family = LLADA  # of the bundled model, and of models that are read elsewhere
+    model = args.model
     if model is not None and not is_elsewhere(model):
         family = FAMILIES.get(architecture_of(read_config(model)), LLADA)
     asked = given_options(args, ("strategy",)).get("strategy", "auto")
