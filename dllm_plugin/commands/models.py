@@ -16,10 +16,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from dllm_plugin.config.adaptive import check_adaptive
-from dllm_plugin.config.options import Options, check_block
+from dllm_plugin.config.options import Options, check_active, check_block
 from dllm_plugin.config.request.arguments import refuse_names
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
 from dllm_plugin.decoding.families import (
+    BLOCK_DIFFUSION,
     DEFAULT_BLOCK,
     DRAFTS,
     FAMILIES,
@@ -220,8 +221,11 @@ def _check_block(
     if canvas is not None and family is NEMOTRON:
         # A causal commit also decides the position after its block.
         canvas -= 1
-    if isinstance(block, int):
-        check_block(strategy, family, block, trained, canvas)
+    if not isinstance(block, int):
+        return
+    check_block(strategy, family, block, trained, canvas)
+    if strategy == BLOCK_DIFFUSION and canvas is not None:
+        check_active(options.get("max_active_blocks", 1), block, canvas)
 
 
 def check_length(name: str, positions: int, model: str) -> None:

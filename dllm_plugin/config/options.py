@@ -349,6 +349,15 @@ def does_nothing(name: str, value: Any) -> bool:
     return value in OPTIONS[name].off
 
 
+def check_active(active: int, block: int, canvas: int) -> None:
+    """Raise ValueError for several blocks that do not fit a canvas together."""
+    if active > 1 and active * block > canvas:
+        raise ValueError(
+            f"max_active_blocks {active} of {block} positions do not fit canvas_length "
+            f"{canvas}: lower max_active_blocks or raise canvas_length."
+        )
+
+
 def check_block(
     strategy: str, family: Family, block: int, trained: int | None, canvas: int | None
 ) -> None:

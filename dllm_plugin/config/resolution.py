@@ -14,7 +14,7 @@ from dllm_plugin.decoding.methods import check_policy, choose_method, floating
 from .adaptive import check_adaptive, check_windows, fit_canvas, windows
 from .cuda_graphs import warm_up_context
 from .decode import Case, DecodeConfig
-from .options import Numbers, Options, check_block
+from .options import Numbers, Options, check_active, check_block
 from .request.arguments import RequestArguments
 from .request.exclusions import refuse_options
 
@@ -163,11 +163,8 @@ def _choose_canvas(
                 f"canvas_length {options.canvas_length} is longer than the context of "
                 f"{max_model_len} tokens: lower canvas_length or raise max_model_len."
             )
-        if method.next_block and active > 1 and active * block > options.canvas_length:
-            raise ValueError(
-                f"max_active_blocks {active} of {block} positions do not fit canvas_length "
-                f"{options.canvas_length}: lower max_active_blocks or raise canvas_length."
-            )
+        if method.next_block:
+            check_active(active, block, options.canvas_length)
         return options.canvas_length
     if method.next_block:
         # The block that commits is computed in the same forward.

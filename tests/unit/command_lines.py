@@ -24,6 +24,7 @@ serve --min-window 8
 serve --strategy d2f --factor 2
 serve --strategy d2f --adaptive balanced --min-window 40 --canvas-length 32
 serve {SDAR} --canvas-length 3
+serve {SDAR} --canvas-length 16 --max-active-blocks 8
 serve {WEDLM} --threshold 0.5
 serve {WEDLM} --block-length 4
 serve {WEDLM} --adaptive balanced

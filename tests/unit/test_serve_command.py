@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from command_lines import IDLM, LLADA22, NEMOTRON, TINY, WEDLM, section_of, served
+from command_lines import IDLM, LLADA22, NEMOTRON, SDAR, TINY, WEDLM, section_of, served
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, models, serve
@@ -159,6 +159,10 @@ def test_flags_choose_the_bundled_adapter() -> None:
         (
             [NEMOTRON, "--canvas-length", "8"],
             "8 is longer than the canvas of 7 positio",
+        ),
+        (
+            [SDAR, "--canvas-length", "16", "--max-active-blocks", "8"],
+            "max_active_blocks 8 of 4 positions do not fit canvas_length 16: lower",
         ),
         (
             ["--strategy=d2f", "--canvas-length=8"],
