@@ -26,7 +26,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
-from dllm_plugin.config.validation import did_you_mean, shown
+from dllm_plugin.config.validation import check_depth, did_you_mean, shown
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
@@ -63,10 +63,8 @@ SUSPECT = re.compile(
     rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
-# A string that never ends is one match, or each of its quotes would be tried.
-STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-BRACKETS = re.compile(rb"[\[\]{}]")
-DEEPEST = 200  # of lists and objects, far below what Python reads
+# Parts of messages that only /v1/messages has.
+OF_ANTHROPIC = re.compile(rb'"type"\s*:\s*"(?:tool_use|tool_result|image)"')
 
 
 class BodyChecks:
@@ -150,7 +148,8 @@ def sentence_of(errors: str, body: bytes) -> str:
     except ValueError:
         fields = None
     found = _listed(errors)
-    if isinstance(fields, dict) and found and OF_LISTS.match(found[0][0]):
+    is_late = found and OF_LISTS.match(found[0][0])
+    if isinstance(fields, dict) and is_late and not OF_ANTHROPIC.search(body):
         # Some lists are read later than their message, which their errors do not name.
         found = _wrong_list(fields) or found
     if not found:
@@ -269,8 +268,7 @@ def check_body(body: bytes) -> None:
         is_utf8 = False
     if not is_utf8:
         raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
-    if body.count(b"[") + body.count(b"{") > DEEPEST:
-        _check_depth(body)
+    check_depth(body)
     if not SUSPECT.search(body):
         return
     try:
@@ -316,6 +314,9 @@ def check_invocation(body: bytes) -> None:
         fields = json.loads(body)
         if not isinstance(fields, dict):
             raise ValueError(f"The body must be an object, got {shown(fields)}.")
+        if not isinstance(fields.get("messages", []), list):
+            messages = shown(fields["messages"])
+            raise ValueError(f"messages must be {LISTS['messages']}, got {messages}.")
         kind = ChatCompletionRequest if "messages" in fields else CompletionRequest
         try:
             kind.model_validate(fields)
@@ -339,18 +340,6 @@ def _check_outputs(asked: dict[str, Any] | None) -> None:
             f"structured_outputs needs one of {', '.join(KINDS)}, got "
             f"{' and '.join(given) or 'none'}."
         )
-
-
-def _check_depth(body: bytes) -> None:
-    """Raise ValueError for lists and objects that stand too deep in each other."""
-    depth = 0
-    for bracket in BRACKETS.findall(STRINGS.sub(b"", body)):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > DEEPEST:
-            raise ValueError(
-                f"The body holds lists and objects more than {DEEPEST} deep in each other: "
-                "write it flatter."
-            )
 
 
 def _check_input(items: Any) -> None:

@@ -150,13 +150,14 @@ def set_causal_backend(vllm_config: VllmConfig) -> None:
     ):
         return
     attention = vllm_config.attention_config
-    takes_flash = flash_version(vllm_config) == 3 and not attention.backend_per_kind
+    takes_flash = attention.backend == FLASH_ATTN and not attention.backend_per_kind
+    takes_flash = takes_flash and flash_version(vllm_config) == 3
     for asked in filter(None, asked_backends(attention)):
-        if asked != TRITON_ATTN and not (takes_flash and asked == FLASH_ATTN):
+        if asked != TRITON_ATTN and not takes_flash:
             raise ValueError(
                 f"attention_backend {asked.name} cannot mix causal and bidirectional requests, "
-                "which this model needs: use TRITON_ATTN, or FLASH_ATTN if it is "
-                "FlashAttention 3."
+                "which this model needs: use TRITON_ATTN, or FLASH_ATTN for all layers if it "
+                "is FlashAttention 3."
             )
     if attention.backend is None:
         attention.backend = TRITON_ATTN

@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -113,7 +114,8 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
         self.max_num_splits = min(self.splits_limit, max(allowed, 1))
         bidirectional = None
         common = common_attn_metadata
-        if isinstance(common.causal, Tensor):
+        # FlashAttention 4 reads such a tensor itself.
+        if isinstance(common.causal, Tensor) and get_flash_attn_version() != 4:
             common, others = self._by_mask(common, common.causal)
             bidirectional = self._build_second(others, fast_build)
         metadata = super().build(common_prefix_len, common, fast_build)
@@ -210,7 +212,8 @@ class SegmentFlashImpl(FlashAttentionImpl):
                 others = torch.empty_like(output)
                 second = (kv_cache, ours.bidirectional, others)
                 super().forward(layer, query, key, value, *second)
-                output[: ours.num_actual_tokens] += others[: ours.num_actual_tokens]
+                count = ours.num_actual_tokens
+                output[:count].add_(others[:count])
             return output
         assert output_scale is None and output_block_scale is None
         self._forward_cascade(

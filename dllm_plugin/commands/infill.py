@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dllm_plugin.config.request.arguments import TARGETS, TEMPLATE
-from dllm_plugin.decoding.families import FAMILIES, LLADA, choose_strategy, no_gaps
+from dllm_plugin.decoding.families import (
+    FAMILIES,
+    LLADA,
+    Family,
+    choose_strategy,
+    no_gaps,
+)
 from dllm_plugin.infilling.gaps import (
     Filled,
     Gapped,
@@ -105,11 +111,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _strategy_of(args: argparse.Namespace) -> str:
     """Return the strategy given, or the family's own. Raises ValueError if it fills no gaps."""
-    family = LLADA  # of the bundled model, and of models that are read elsewhere
+    family: Family | None = LLADA  # of the bundled model, and of those read elsewhere
     model = args.model
+    asked: str = given_options(args, ("strategy",)).get("strategy", "auto")
     if model is not None and not is_elsewhere(model):
-        family = FAMILIES.get(architecture_of(read_config(model)), LLADA)
-    asked = given_options(args, ("strategy",)).get("strategy", "auto")
+        family = FAMILIES.get(architecture_of(read_config(model)))
+    if family is None:
+        return asked  # its architecture is refused next
     strategy, _ = choose_strategy(asked, family, adapted=False)
     if refused := no_gaps("a gap", strategy, family):
         raise ValueError(refused)

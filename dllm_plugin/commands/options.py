@@ -277,10 +277,10 @@ def _whole(text: str, low: int, high: int) -> int:
 
 def amount(text: str) -> str:
     """Return what vLLM may read as a whole number. Raises ArgumentTypeError for other texts."""
-    if AMOUNT.fullmatch(text):
+    if AMOUNT.fullmatch(text.strip().replace("_", "").removeprefix("+")):
         return text
     raise argparse.ArgumentTypeError(
-        f"must be a whole number of at least 1, got {shown(text)}"
+        f"must be a whole number of at least 1, such as 4096 or 32k, got {shown(text)}"
     )
 
 

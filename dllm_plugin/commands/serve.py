@@ -269,7 +269,7 @@ def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
     if arguments and not arguments[0].startswith("-"):
         models.append(next(words))
         if arguments[1:] and not arguments[1].startswith("-"):
-            models.append(arguments[1])
+            models.append(next(words))
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--model":
@@ -335,7 +335,8 @@ def check_own(model: str, arguments: list[str]) -> None:
     if length.isdecimal():
         check_fits("--max-model-len", int(length), config)
     for option in ("--quantization", "-q"):
-        if word := value_of(arguments, option):
+        word = value_of(arguments, option)
+        if word and word != "None":
             check_word("--quantization", word)
 
 

@@ -3,6 +3,7 @@
 Every check also writes its limits in words, for the tables of docs/options.md.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +11,10 @@ from typing import Any, Protocol
 
 # Characters of a value that errors and logs repeat; a request may send megabytes.
 ECHOED = 80
+# A string that never ends is one match, or each of its quotes would be tried.
+STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+BRACKETS = re.compile(rb"[\[\]{}]")
+DEEPEST = 200  # of lists and objects, far below what Python reads
 
 
 def shown(value: Any) -> str:
@@ -27,6 +32,20 @@ def did_you_mean(
     """
     near = get_close_matches(str(word)[:ECHOED], list(known), 1, cutoff)
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
+
+
+def check_depth(body: bytes) -> None:
+    """Raise ValueError for lists and objects of JSON that stand too deep in each other."""
+    if body.count(b"[") + body.count(b"{") <= DEEPEST:
+        return
+    depth = 0
+    for bracket in BRACKETS.findall(STRINGS.sub(b"", body)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > DEEPEST:
+            raise ValueError(
+                f"The body holds lists and objects more than {DEEPEST} deep in each other: "
+                "write it flatter."
+            )
 
 
 class Check(Protocol):

@@ -383,5 +383,5 @@ def no_gaps(wanted: str, strategy: str, family: Family) -> str:
     choices = " or ".join(filter(None, (", ".join(full[:-1]), full[-1])))
     return (
         f"{wanted} needs full attention: under strategy {strategy!r} a block never sees what "
-        f"comes after it. Serve with strategy {choices}."
+        f"comes after it. Use strategy {choices}."
     )

@@ -108,7 +108,7 @@ def _marked(written: str) -> Part:
     lengths = [int(part) for part in written.split(",") if WHOLE.fullmatch(part)]
     if len(lengths) <= written.count(",") or not all(lengths):
         gap = shown(f"[MASK:{written}]")
-        raise ValueError(f"{gap} is no gap of at least 1 position: {FORMS}.")
+        raise ValueError(f"{gap} names no lengths of 1 position or more: {FORMS}.")
     return _lengths(lengths)
 
 

@@ -138,11 +138,15 @@ def texts(drained: Server) -> list[str]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server by Python itself, whose processes have no stand-ins; the others are forks."""
+    """A server by Python itself, whose processes have no stand-ins; the others are forks.
+
+    The second of its tests kills it.
+    """
     levels = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOG_STATS_INTERVAL": "1"}
     log, variables = tmp_path_factory.mktemp("fresh") / "log", levels | KILLED_SOON
     with serving(log, *UNBOUND, python=sys.executable, **variables) as server:
         yield server
+    assert "SpecDecoding metrics" not in log.read_text()
 
 
 def wait_for(server: Server, words: str) -> None:
@@ -160,7 +164,6 @@ def test_the_log_of_a_server_is_short(fresh: Server) -> None:
     assert f"(viewer: {fresh.url}/viewer)" in rest
     join(start_streams(fresh.url, 2, 200), PATIENCE)
     wait_for(fresh, "tokens per forward")
-    assert "SpecDecoding metrics" not in fresh.log.read_text()
 
 
 def test_the_engine_is_killed(fresh: Server, texts: list[str], tmp_path: Path) -> None:

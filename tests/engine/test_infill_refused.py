@@ -112,7 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "infill",
         {"text": "a [MASK:0]"},
-        "'[MASK:0]' is no gap of at least 1 position: write [MASK:4], [MASK:2,4] for",
+        "'[MASK:0]' names no lengths of 1 position or more: write [MASK:4], [MASK:2,4] f",
     ),
     ("infill", {}, "infill needs one of text, parts, draft, got 0 of them."),
     ("infill", TWO | {"parts": PARTS}, "got 2 of them."),

@@ -285,6 +285,6 @@ def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:
             assert reply.status_code == 400
             assert reply.json()["error"]["message"] == (
                 f"{wanted} needs full attention: under strategy 'd2f' a block never sees what "
-                "comes after it. Serve with strategy dual_cache, prefix_cache or "
+                "comes after it. Use strategy dual_cache, prefix_cache or "
                 "semi_autoregressive."
             )

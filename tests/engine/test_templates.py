@@ -292,7 +292,7 @@ def test_refused_by_name(room: EngineRoom) -> None:
             "llada",
             {"strategy": "d2f"},
             "dllm_template needs full attention: under strategy 'd2f' a block never sees what "
-            "comes after it. Serve with strategy dual_cache, prefix_cache or "
+            "comes after it. Use strategy dual_cache, prefix_cache or "
             "semi_autoregressive.",
         ),
         (

@@ -275,7 +275,7 @@ def test_names_that_are_known_without_torch() -> None:
     ("arguments", "words"),
     [
         (["infill", "no gap"], "text has no gap"),
-        (["infill", "--strategy", "d2f", "[MASK:3]"], "Serve with strategy dual_cache"),
+        (["infill", "--strategy", "d2f", "[MASK:3]"], "Use strategy dual_cache"),
         (["serve", "--strategy", "dualcache"], "did you mean dual_cache?"),
         (["watch", "--policy", "treshold", "x"], "did you mean threshold?"),
         (

@@ -224,7 +224,7 @@ def test_models_that_store_blocks_causally(
     for version in (2, 4, None):
         monkeypatch.setattr(choice, "flash_version", lambda config, v=version: v)
         attention.backend = FLASH
-        with pytest.raises(ValueError, match="or FLASH_ATTN if it is FlashAttention"):
+        with pytest.raises(ValueError, match="or FLASH_ATTN for all layers if it"):
             choice.set_causal_backend(config)
 
 

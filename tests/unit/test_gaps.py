@@ -84,19 +84,19 @@ def test_there_and_back() -> None:
         ({"text": "abc"}, "text has no gap: nothing is to be filled; write [MASK:4]"),
         (
             {"text": "[MASK:2] [MASK:x]"},
-            "'[MASK:x]' is no gap of at least 1 position: w",
+            "'[MASK:x]' names no lengths of 1 position or more: w",
         ),
         (
             {"text": "a [MASK:-2]"},
-            "'[MASK:-2]' is no gap of at least 1 position: write",
+            "'[MASK:-2]' names no lengths of 1 position or more: wr",
         ),
         (
             {"text": "[MASK:3,]"},
-            "'[MASK:3,]' is no gap of at least 1 position: write [",
+            "'[MASK:3,]' names no lengths of 1 position or more: wri",
         ),
         ({"text": "a [mask:2] b"}, "write [MASK:4], [MASK:2,4] for one of two"),
         ({"parts": ["abc"]}, "parts has no gap: nothing is to be filled."),
-        ({"text": "[MASK:0]"}, "'[MASK:0]' is no gap of at least 1 position: write [M"),
+        ({"text": "[MASK:0]"}, "'[MASK:0]' names no lengths of 1 position or more: wr"),
         ({"parts": "abc"}, "parts must be a list of texts and"),
         (
             {"parts": [{"mask": True}]},

@@ -36,7 +36,7 @@ def test_strategies_that_see_nothing_behind_a_block(
     config = resolve(Options(strategy=strategy), architecture, 512, MASK)
     assert no_template(config, wanted) == (
         f"{wanted} needs full attention: under strategy {strategy!r} a block never sees what "
-        "comes after it. Serve with strategy dual_cache, prefix_cache or semi_autoregressive."
+        "comes after it. Use strategy dual_cache, prefix_cache or semi_autoregressive."
     )
 
 

@@ -188,6 +188,15 @@ def test_wrong_options_of_serve_are_one_sentence(
     assert printed.err.startswith("diffuplug: error: ") and sentence in printed.err
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["--max-model-len=1_0", "--max-model-len=auto", "--max-model-len=-1", "-tp=+1"]
+    + ["--max-num-batched-tokens=2.5k", "--quantization=None", "--max-num-seqs= 8 "],
+)
+def test_values_that_vllm_takes(value: str) -> None:
+    assert value in served(TINY, value)
+
+
 def test_a_taken_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -173,8 +173,11 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
         fields = json.loads(body)
     except (ValueError, RecursionError):
         return  # the route refuses it with the place of the error
-    form = at(fields, "response_format", "json_schema")
-    if isinstance(form, dict) and form.get("schema") is None:
+    form = at(fields, "response_format")
+    is_schema = (
+        at(form, "type") == "json_schema" and at(form, "json_schema") is not None
+    )
+    if is_schema and at(form, "json_schema", "schema") is None:
         raise ValueError("response_format.json_schema.schema is missing: give it.")
     fields_sent = []
     for field, kind, spec in _grammars(fields):
