@@ -20,12 +20,12 @@ from dllm_plugin.config.options import Options, check_active, check_block
 from dllm_plugin.config.request.arguments import refuse_names
 from dllm_plugin.config.validation import WholeNumber, did_you_mean, shown
 from dllm_plugin.decoding.families import (
-    BLOCK_DIFFUSION,
     DEFAULT_BLOCK,
     DRAFTS,
     FAMILIES,
     FULL_ATTENTION,
     NEMOTRON,
+    OF_WHOLE_BLOCKS,
     Family,
     check_policy_name,
     choose_strategy,
@@ -224,7 +224,7 @@ def _check_block(
     if not isinstance(block, int):
         return
     check_block(strategy, family, block, trained, canvas)
-    if strategy == BLOCK_DIFFUSION and canvas is not None:
+    if strategy in OF_WHOLE_BLOCKS and canvas is not None:
         check_active(options.get("max_active_blocks", 1), block, canvas)
 
 

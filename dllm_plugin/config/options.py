@@ -13,7 +13,6 @@ from typing import Any
 
 from dllm_plugin.decoding.families import (
     DRAFTS,
-    OF_TRAINING,
     POLICY_NAMES,
     STRATEGY_NAMES,
     Family,
@@ -376,7 +375,7 @@ def check_block(
             f"block_length {shown(block)} is longer than the canvas of {canvas} positions: "
             "lower block_length or raise canvas_length in additional_config."
         )
-    if family.name in OF_TRAINING and block != trained:
+    if family.shares_experts and block != trained:
         raise ValueError(
             f"block_length {block} is not the {trained} of this model, whose blocks share "
             "experts: leave block_length out."

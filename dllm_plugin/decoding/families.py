@@ -36,6 +36,7 @@ class Family:
     unverified: bool = False  # no decode of its authors' code was compared with ours
     title: str = ""  # as its authors write it
     suffix_ends: bool = False  # trained with an EOS after the text that follows a gap
+    shares_experts: bool = False  # within a block, which so has the length of training
 
     @property
     def absolute_grid(self) -> bool:
@@ -98,6 +99,7 @@ LLADA2 = Family(
 LLADA22 = replace(
     LLADA2,
     name="llada22",
+    shares_experts=True,
     block_key="block_size",
     names=r"",
     edits_pattern=r"",
@@ -226,8 +228,8 @@ ADAPTED_STRATEGIES = (D2F,)
 SEVERAL = ("llada", "dream", "sdar", "llada2", "dream_reasoner", "fast_dllm_v2")
 BY_FACTOR = (*SEVERAL, "stable_diffcoder", "a2d", "nemotron")
 BY_THRESHOLD = (*BY_FACTOR, "llada22")
-# Families whose blocks share experts, and so have the length of training.
-OF_TRAINING = ("llada22",)
+# Strategies whose active blocks all have to fit the canvas.
+OF_WHOLE_BLOCKS = (BLOCK_DIFFUSION,)
 DEFAULT_BLOCK = 32
 # Strategies that draft: the option that is the number of drafts, and its default.
 DRAFTS = {INTROSPECTIVE: ("block_length", 4), CAUSAL_WINDOW: ("window", 16)}
