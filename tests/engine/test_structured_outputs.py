@@ -94,9 +94,8 @@ def test_hostile_grammars(name: str, room: EngineRoom) -> None:
     engine, told = llm.llm_engine, ""
     engine.add_request("free", {"prompt_token_ids": free[0]}, free[1])
     try:
-        engine.add_request(
-            "hostile", {"prompt_token_ids": letters(5)}, wish(kind, spec, 40)
-        )
+        prompt = {"prompt_token_ids": letters(5)}
+        engine.add_request("hostile", prompt, wish(kind, spec, 40))
     except (ValueError, VLLMValidationError) as error:
         told = str(error).strip()
     done: dict[str, Any] = {}
@@ -138,9 +137,8 @@ def test_every_text_is_complete(
     """Mixed with free requests, whose tokens stay; greedy, sampled, and with log-probabilities."""
     dllm: dict[str, Any] = {"strategy": strategy.partition(",")[0]}
     if strategy.endswith("single blocks"):
-        dllm["commit_alone_from"] = (
-            5  # as GPUs have it: steps of few requests take canvases
-        )
+        # As GPUs have it: steps of few requests take canvases.
+        dllm["commit_alone_from"] = 5
     llm = room.start(checkpoint, dllm, async_scheduling=overlapped)
     free = [(letters(9 + i, i), params(24)) for i in range(2)]
     alone = [token_ids(output) for output in generate(llm, *zip(*free, strict=True))]
