@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI, OpenAIError
-
 from diffuplug_bench.word_problems.generator import (
     ANSWER_SCHEMA,
     Problem,
@@ -54,8 +52,7 @@ def main() -> int:
     *problems, last = problems_of(3)
     problems.append(ask_in_json(last))
     keep = "--keep" in sys.argv[1:]
-    with server("--verbose" in sys.argv[1:], keep) as (url, kept):
-        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with server("--verbose" in sys.argv[1:], keep) as (client, kept):
         counts = [ask(client, asked) for asked in problems]
     tokens, forwards, seconds = map(sum, zip(*counts, strict=True))
     print(f"\n{len(problems)} answers: {summary(int(tokens), int(forwards), seconds)}")
@@ -68,7 +65,7 @@ def folder_of_commands() -> str:
     return f"{Path(sys.executable).parent}/".removeprefix(f"{Path.cwd()}/")
 
 
-def ask(client: OpenAI, asked: Problem) -> tuple[int, int, float]:
+def ask(client: Any, asked: Problem) -> tuple[int, int, float]:
     """Stream one answer to the terminal; return tokens, forwards and seconds."""
     print(f"\nQ: {asked.question}")
     held: dict[str, Any] = {}
@@ -109,8 +106,8 @@ def num_forwards(chunk: Any) -> int:
 
 
 @contextmanager
-def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
-    """Start a server, yield its address and what to say if it goes on; stop it afterwards.
+def server(verbose: bool, keep: bool) -> Iterator[tuple[Any, str]]:
+    """Start a server, yield a client of it and what to say if it goes on; stop it afterwards.
 
     With `keep` it goes on, unless something failed. Its log is kept where it is needed.
     """
@@ -127,16 +124,20 @@ def server(verbose: bool, keep: bool) -> Iterator[tuple[str, str]]:
     )
     failed, done = False, False
     try:
+        # This takes long, and the server starts meanwhile.
+        from openai import OpenAI, OpenAIError
+
         url = f"http://127.0.0.1:{port}"
         with Screen(sys.stderr, sys.stdout, None if verbose else log) as screen:
             wait_until_healthy(process, url, log)
             screen.end(f"ready at {url}")
-        yield (
-            url,
-            KEPT.format(url=url, pid=process.pid, log="above" if verbose else log),
-        )
+        kept = KEPT.format(url=url, pid=process.pid, log="above" if verbose else log)
+        try:
+            yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), kept
+        except OpenAIError as error:
+            raise RuntimeError(str(error)) from error
         done = True
-    except (RuntimeError, OpenAIError):
+    except RuntimeError:
         failed = not verbose
         raise
     finally:
@@ -194,5 +195,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
-    except (RuntimeError, OpenAIError) as failure:
+    except RuntimeError as failure:
         sys.exit(f"demo: {failure}")

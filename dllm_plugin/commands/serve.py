@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .models import (
     read_config,
     resolve,
 )
-from .offline import BUNDLED_MEMORY, add_adapter, spin_briefly
+from .offline import BUNDLED_MEMORY, add_adapter, collecting_later, spin_briefly
 from .options import (
     DECODE_OPTIONS,
     Parser,
@@ -78,9 +78,7 @@ FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 def run(arguments: Sequence[str]) -> int:
     """Serve in this process, so that signals and the exit status are the server's own."""
     if any(word.startswith("--help=") for word in arguments):
-        from .server import serve
-
-        return serve(arguments)
+        return import_server()(arguments)
     command = server_arguments(arguments)
     name_plugins()
     # Editors send up to 14 stop strings; vLLM takes four by default.
@@ -90,12 +88,18 @@ def run(arguments: Sequence[str]) -> int:
             "diffuplug: starting vLLM (VLLM_LOGGING_LEVEL=INFO shows its log)",
             file=sys.stderr,
         )
-    from .server import serve
-
+    serve = import_server()
     model = command[0] if command and not command[0].startswith("-") else None
     if model is not None and not is_readable(model, command):
         model = None
     return serve(command, model)
+
+
+def import_server() -> Callable[..., int]:
+    """Import vLLM with its server."""
+    with collecting_later():
+        from .server import serve
+    return serve
 
 
 def name_plugins() -> None:

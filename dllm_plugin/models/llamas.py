@@ -1,19 +1,15 @@
 """Serve Llamas and Qwens under the weight names of their parents, and LLaDA.
 
-LLaDA is a Llama under OLMo's weight names, as in GSAI-ML/LLaDA-8B-Instruct's index.
+LLaDA is a Llama under OLMo's weight names, as in GSAI-ML/LLaDA-8B-Instruct's index. Mixtures stand
+elsewhere, for vLLM's layers of experts take long to import.
 """
 
 from typing import Any
 
 import regex as re
-from vllm.config import VllmConfig
-from vllm.model_executor.layers.quantization.online.base import (
-    OnlineQuantizationConfig,
-)
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
 from .base import DiffusionModel
@@ -78,19 +74,6 @@ class Qwen3Diffusion(DiffusionModel, Qwen3ForCausalLM):
     """Serve checkpoints under the names of a Qwen3."""
 
     has_qk_norm = True
-
-
-class Qwen3MoeDiffusion(DiffusionModel, Qwen3MoeForCausalLM):
-    """Serve mixtures of experts under the names of a Qwen3-MoE."""
-
-    has_qk_norm = True
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        online = vllm_config.quant_config
-        if isinstance(online, OnlineQuantizationConfig) and not online.args.targets:
-            # vLLM's other mixtures keep their routers out of it.
-            online.ignored_layers.append("*.mlp.gate")
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
 class LlamaDiffusion(DiffusionModel, LlamaForCausalLM):

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "dllm_plugin"
 SHARED = ("kv_transfer_params", "routed_experts", "num_nans", "per_step_drafted")
 CARRIERS = ("carriers.py", "worker_carriers.py")
 # A module and an attribute of vLLM have the name of a field.
-OF_VLLM = {"engine/worker/cpu_worker.py", "models/llada2.py"}
+OF_VLLM = {"engine/worker/cpu_worker.py", "models/mixtures.py"}
 
 
 def sent(output: EngineCoreOutput) -> EngineCoreOutput:

@@ -1,6 +1,9 @@
 """On CPUs a class is registered in place of its name, and no process is started to inspect it."""
 
+import gc
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +24,30 @@ from dllm_plugin.engine.metrics import DenoisingMetrics
 from dllm_plugin.models import ARCHITECTURES
 
 DREAM, NAME = "DreamModel", ARCHITECTURES["DreamModel"].rpartition(":")[2]
+
+
+@pytest.mark.parametrize("below", [True, False])
+def test_processes_below_a_command_collect_rarely(
+    below: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the start, for vLLM is what they import first."""
+    monkeypatch.delenv(dllm_plugin.COMMAND, raising=False)
+    if below:
+        monkeypatch.setenv(dllm_plugin.COMMAND, "1")
+    code = "import dllm_plugin, gc; print(gc.get_threshold()[0] == dllm_plugin.RARELY)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert done.stdout.decode().strip() == str(below), done.stderr
+
+
+def test_a_registered_process_collects_as_usual() -> None:
+    """It walks nothing of what it has imported."""
+    gc.set_threshold(dllm_plugin.RARELY)
+    try:
+        dllm_plugin.register()
+        assert gc.get_threshold() == dllm_plugin.USUALLY and gc.get_freeze_count()
+    finally:
+        gc.set_threshold(*dllm_plugin.USUALLY)
+        gc.unfreeze()
 
 
 @pytest.fixture

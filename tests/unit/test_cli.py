@@ -330,9 +330,10 @@ def test_garbage_is_collected_again() -> None:
     try:
         with collecting_later():
             pass
-        assert not gc.isenabled()
+        assert not gc.isenabled() and gc.get_freeze_count()
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def test_the_servers_middleware_exists() -> None:

@@ -206,6 +206,12 @@ def test_vllm_stays_where_it_belongs(name: str) -> None:
         assert not reaches(name, "vllm.entrypoints", typing_too=False)
 
 
+def test_dense_models_import_no_experts() -> None:
+    """vLLM's layers of experts are 290 modules, and each server imports the class of its model."""
+    dense = {module for module, _, _ in imports("models.llamas")}
+    assert not [module for module in dense if "moe" in module or "quant" in module]
+
+
 def test_folders_say_what_they_hold() -> None:
     for name, path in SOURCES.items():
         if path.name == "__init__.py":

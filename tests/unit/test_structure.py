@@ -24,7 +24,7 @@ from scripted_rows import Hashed, Script
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
 from dllm_plugin.decoding.structure import Row, Tokens, restructure
-from dllm_plugin.models.llada2 import allowed_experts, number_blocks
+from dllm_plugin.models.mixtures import allowed_experts, number_blocks
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text

@@ -223,8 +223,8 @@ def test_manifest_has_the_published_size(registered):
         LLaDAModelLM,
         Qwen2Diffusion,
         Qwen3Diffusion,
-        Qwen3MoeDiffusion,
     )
+    from dllm_plugin.models.mixtures import Qwen3MoeDiffusion
 
     qwen2 = {
         "vocab_size": 152064,

@@ -1,9 +1,9 @@
-"""Serve LLaDA2: a Ling 2.0 (BailingMoeV2) under that model's own weight names.
+"""Serve mixtures of experts under their parents' weight names: Qwen3-MoE, LLaDA2 (a Ling 2.0).
 
-vLLM's MoE layer rounds the router's logits to the activations' dtype, and in bfloat16 the scores of
-256 experts tie. vLLM's decoder layer constructs that MoE layer by name and has no parameter for
-another class. So we exchange the class of each MoE layer after construction; other models in the
-same process keep vLLM's class.
+Of LLaDA2, vLLM's MoE layer rounds the router's logits to the activations' dtype, and in bfloat16
+the scores of 256 experts tie. vLLM's decoder layer constructs that MoE layer by name and has no
+parameter for another class. So we exchange the class of each MoE layer after construction; other
+models in the same process keep vLLM's class.
 
 LLaDA2.2 chooses the experts of a token among few that the positions of its block share. Its MoE
 layers are given a router by vLLM's factory, with our function, in place of the router that they
@@ -18,7 +18,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.router_factory import (
     create_fused_moe_router,
 )
+from vllm.model_executor.layers.quantization.online.base import (
+    OnlineQuantizationConfig,
+)
 from vllm.model_executor.models.bailing_moe import BailingMoE, BailingMoeV2ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from dllm_plugin.decoding.families import LLADA22
 
@@ -27,6 +31,19 @@ from .checkpoints import shapes
 from .checkpoints.weights import Shapes
 
 EPSILON = 1e-20  # of the authors' normalisation
+
+
+class Qwen3MoeDiffusion(DiffusionModel, Qwen3MoeForCausalLM):
+    """Serve mixtures of experts under the names of a Qwen3-MoE."""
+
+    has_qk_norm = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        online = vllm_config.quant_config
+        if isinstance(online, OnlineQuantizationConfig) and not online.args.targets:
+            # vLLM's other mixtures keep their routers out of it.
+            online.ignored_layers.append("*.mlp.gate")
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
 class LLaDA2MoE(BailingMoE):
