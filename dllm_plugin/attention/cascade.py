@@ -12,7 +12,7 @@ R requests, B sequences, T tokens, C canvas positions.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +22,12 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.config.decode import get_decode_config
 
 from .backends import FLASH_ATTN
 from .kv_groups import ExtraArguments, KVGroups
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 # Four query heads per KV head lose everywhere up to contexts of 4,096: GEMMs bound them.
 MAX_HEADS_PER_KV_HEAD = 1
@@ -128,7 +126,7 @@ class CascadeBuffers:
         )
         self.request.view(-1, self.sequences_per_request).copy_(every[:, None])
 
-    def take_floating(self, batch: "InputBatch", length: int, seq_lens: Tensor) -> None:
+    def take_floating(self, batch: InputBatch, length: int, seq_lens: Tensor) -> None:
         """Take how many keys, context included, run, parts of the window and rest see.
 
         Args:
@@ -151,7 +149,7 @@ class CascadeBuffers:
 
     def build(
         self,
-        batch: "InputBatch",
+        batch: InputBatch,
         length: int,
         start_loc: Tensor,
         groups: KVGroups,

@@ -28,7 +28,7 @@ segments, T tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,13 +38,20 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
+    AttentionLayer,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
+    CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import (
+    KVCacheLayout,
+    KVCacheSpec,
+    is_quantized_kv_cache,
+)
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.kernels import paged_store
 from dllm_plugin.kernels.paged_attention import kernel as attention_kernel
@@ -52,11 +59,6 @@ from dllm_plugin.kernels.paged_attention import reference as attention_reference
 
 from .backends import HEAD_SIZES, PAGE_UNIT
 from .kv_groups import ExtraArguments, KVGroups
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 PAGE = 64  # one tile of keys
 
@@ -91,7 +93,7 @@ class DistinctMetadataBuilder(AttentionMetadataBuilder[DistinctMetadata]):
     def build(
         self,
         common_prefix_len: int,
-        common_attn_metadata: "CommonAttentionMetadata",
+        common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
         span_start: Tensor | None = None,
         keys_seen: Tensor | None = None,
@@ -157,7 +159,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
 
     def do_kv_cache_update(
         self,
-        layer: "AttentionLayer",
+        layer: AttentionLayer,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
@@ -173,7 +175,7 @@ class DistinctImpl(AttentionImpl[DistinctMetadata]):
 
     def forward(
         self,
-        layer: "AttentionLayer",
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -235,7 +237,7 @@ class DistinctBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(
-        kv_cache_spec: "KVCacheSpec | None" = None,
+        kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
         """Return the page sizes that the kernels support."""
         return [MultipleOf(PAGE_UNIT)]
@@ -272,7 +274,7 @@ class SpanBuffers:
 
     def build(
         self,
-        batch: "InputBatch",
+        batch: InputBatch,
         is_full: bool,
         segments: tuple[Tensor, Tensor],
         groups: KVGroups,

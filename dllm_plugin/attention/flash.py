@@ -14,7 +14,7 @@ replay. Everything else is read from tensors.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -30,17 +31,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import AttentionSpec, is_quantized_kv_cache
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.kernels.rotate_and_store import FLOAT8, rotate_and_store
 
 from .cascade import CanvasSuffix
 from .prefills import max_sequences
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 # Limit of tokens times splits: each split stores float32 results of all tokens. It is what vLLM's
 # own largest graph needs, 512 tokens in 32 splits; 8,192 tokens would take 16 times that.
@@ -84,7 +81,7 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
 
     def __init__(
         self,
-        kv_cache_spec: "AttentionSpec",
+        kv_cache_spec: AttentionSpec,
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
@@ -102,7 +99,7 @@ class SegmentFlashBuilder(FlashAttentionMetadataBuilder):
     def build(
         self,
         common_prefix_len: int,
-        common_attn_metadata: "CommonAttentionMetadata",
+        common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
         canvas_suffix: CanvasSuffix | None = None,
     ) -> SegmentFlashMetadata:

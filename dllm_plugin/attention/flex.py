@@ -6,7 +6,7 @@ request, and a step has more query segments than requests. And our steps cannot 
 """
 
 import copy
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -15,9 +15,7 @@ from vllm.v1.attention.backends.flex_attention import (
     FlexAttentionBackend,
     FlexAttentionMetadataBuilder,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
@@ -31,7 +29,7 @@ class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
 
     def __init__(
         self,
-        kv_cache_spec: "AttentionSpec",
+        kv_cache_spec: AttentionSpec,
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,

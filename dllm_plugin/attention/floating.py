@@ -6,11 +6,11 @@ Shapes as in :mod:`dllm_plugin.attention.sequences`.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.kernels.floating import lay_out, lay_out_reference
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -24,12 +24,9 @@ from .prefills import (
     without_empty,
 )
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
-
 
 def floating_sequences(
-    batch: "InputBatch",
+    batch: InputBatch,
     states: CanvasStates,
     block_tables: Sequence[Tensor],
     per_canvas: int,
@@ -55,7 +52,7 @@ def floating_sequences(
 
 
 def captured_floating(
-    batch: "InputBatch", states: CanvasStates, query_start_loc: Tensor, seq_lens: Tensor
+    batch: InputBatch, states: CanvasStates, query_start_loc: Tensor, seq_lens: Tensor
 ) -> Tensor:
     """Write the sequences of a captured step to the buffers that its graph reads, all of them.
 
@@ -88,7 +85,7 @@ def _undecided(spans: np.ndarray, per_canvas: int) -> np.ndarray:
 
 
 def _lay_out(
-    batch: "InputBatch",
+    batch: InputBatch,
     states: CanvasStates,
     canvases: int,
     starts_B: Tensor,

@@ -1,7 +1,7 @@
 """Pass arguments of a step to the metadata builder of each KV cache group; clear pages."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,11 +9,9 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.worker.utils import AttentionGroup
+from vllm.v1.worker.utils import AttentionGroup
 
 
 class KVGroups(NamedTuple):
@@ -27,8 +25,8 @@ class KVGroups(NamedTuple):
     positions: Tensor
     block_tables: Sequence[Tensor]
     slot_mappings: Tensor
-    attn_groups: "list[list[AttentionGroup]]"
-    kv_cache_config: "KVCacheConfig"
+    attn_groups: list[list[AttentionGroup]]
+    kv_cache_config: KVCacheConfig
 
 
 class ExtraArguments(ModelSpecificAttnMetadata):

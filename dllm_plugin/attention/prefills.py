@@ -9,22 +9,20 @@ query segment is one, so a step can have more sequences than requests.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.decoding.plan import prefill_segments
 from dllm_plugin.state.canvas_states import CanvasStates
 
 from .kv_groups import KVGroups
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class SequenceTensors(NamedTuple):
@@ -68,7 +66,7 @@ def without_empty(sequences: Sequences) -> Sequences:
 
 
 def upload(
-    batch: "InputBatch",
+    batch: InputBatch,
     states: CanvasStates,
     sequences: Sequences,
     block_tables: Sequence[Tensor],
@@ -105,7 +103,7 @@ def of_segments(
     return Sequences(request, lengths.ravel(), unseen.ravel())
 
 
-def prefills(batch: "InputBatch", states: CanvasStates, first: int) -> Sequences:
+def prefills(batch: InputBatch, states: CanvasStates, first: int) -> Sequences:
     """Return the sequences of a batch's requests from `first` on, which bring no canvas."""
     rest = slice(first, batch.num_reqs)
     slots = batch.idx_mapping_np[rest]
@@ -153,7 +151,7 @@ def max_sequences(config: DecodeConfig, max_num_reqs: int, max_num_tokens: int) 
 
 
 def causal_metadata(
-    batch: "InputBatch", groups: KVGroups, is_full: bool, for_capture: bool
+    batch: InputBatch, groups: KVGroups, is_full: bool, for_capture: bool
 ) -> dict[str, Any]:
     """Return the metadata of a step in which each request is one causal sequence.
 

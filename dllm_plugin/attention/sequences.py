@@ -24,7 +24,7 @@ Shape letters: R requests, B sequences.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm_plugin.config.cuda_graphs import captured_lengths
 from dllm_plugin.decoding.plan import canvas_segments
@@ -54,11 +55,8 @@ from .prefills import (
     without_empty,
 )
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
 
-
-def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
+def batch_sequences(batch: InputBatch, states: CanvasStates) -> Sequences:
     """List the sequences of a batch without empty ones, in the runner's order of requests.
 
     That is canvases first, then prefills.
@@ -83,7 +81,7 @@ def batch_sequences(batch: "InputBatch", states: CanvasStates) -> Sequences:
 
 
 def _full_attention_sequences(
-    batch: "InputBatch", states: CanvasStates, spans: np.ndarray
+    batch: InputBatch, states: CanvasStates, spans: np.ndarray
 ) -> Sequences:
     """List one sequence per request, which sees its whole canvas, computed now or before."""
     num_reqs = batch.num_reqs
@@ -154,7 +152,7 @@ class AttentionSequences:
 
     def build(
         self,
-        batch: "InputBatch",
+        batch: InputBatch,
         groups: KVGroups,
         cudagraph_mode: CUDAGraphMode,
         for_capture: bool,
@@ -203,7 +201,7 @@ class AttentionSequences:
         )
 
     def _causal(
-        self, batch: "InputBatch", sequences: SequenceTensors, is_full: bool
+        self, batch: InputBatch, sequences: SequenceTensors, is_full: bool
     ) -> bool | Tensor:
         """Return which sequences attend causally, int32 ``[B]``; False: none can.
 
@@ -229,7 +227,7 @@ class AttentionSequences:
         by_request.copy_(causal_R[:, None].expand_as(by_request))
         return self.causal[:count]
 
-    def _uniform_length(self, batch: "InputBatch", is_full: bool) -> int:
+    def _uniform_length(self, batch: InputBatch, is_full: bool) -> int:
         """Return how many positions each canvas computes in a step that may have a cascade, else 0.
 
         Blocks have one in full graphs. Floating canvases have one in any step without prompts in
@@ -248,7 +246,7 @@ class AttentionSequences:
         return 0 if has_prompts or (spans != length).any() else length
 
     def eager(
-        self, batch: "InputBatch", block_tables: Sequence[Tensor]
+        self, batch: InputBatch, block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """List the sequences of any batch on the host and copy them to the device."""
         if self.states.floating is not None:
@@ -264,7 +262,7 @@ class AttentionSequences:
         return found
 
     def captured(
-        self, batch: "InputBatch", block_tables: Sequence[Tensor]
+        self, batch: InputBatch, block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """Fill the buffers that graphs read: all sequences of canvases, then empty ones.
 
@@ -316,7 +314,7 @@ class AttentionSequences:
         """Drop what is cached of a block: a request may have reused another's name."""
         self._unseen_of = None
 
-    def _find_unseen(self, batch: "InputBatch") -> None:
+    def _find_unseen(self, batch: InputBatch) -> None:
         """Upload how many keys lie after each forward; reused within a block."""
         drafts = batch.num_draft_tokens_per_req
         drafted = b"" if drafts is None else drafts.tobytes()
@@ -329,7 +327,7 @@ class AttentionSequences:
             self.unseen_RS = on_device
 
     def _captured_floating(
-        self, batch: "InputBatch", block_tables: Sequence[Tensor]
+        self, batch: InputBatch, block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
         """Fill those buffers for floating canvases, whose sequences only the device knows."""
         padded = batch.num_reqs_after_padding

@@ -73,11 +73,12 @@ class DiffusionSampler:
         dtype = model_config.dtype
         vocab_size = model_config.get_vocab_size()
         assert isinstance(dtype, torch.dtype)
-        width = vocab_size if shard is None else shard.width
-        kind = MaskedRows if self.method.logits == "masked" else CanvasRows
-        self.rows: MaskedRows | CanvasRows = kind(
-            states, dtype, width, self.method.plan, steps_in_flight
-        )
+        self.rows: MaskedRows | CanvasRows
+        if self.method.logits == "masked":
+            self.rows = MaskedRows(states, steps_in_flight)
+        else:
+            width = vocab_size if shard is None else shard.width
+            self.rows = CanvasRows(states, dtype, width)
         rules = self.rules = TokenRules(states, vocab_size)
         sampling = self.sampling_states
         filters = Filters(states, sampling, apply_top_k_top_p)

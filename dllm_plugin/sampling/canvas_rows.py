@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.decoding.causal_rows import row_of_position
-from dllm_plugin.decoding.plan import PlanFunction, StepPlan
+from dllm_plugin.decoding.plan import StepPlan
 from dllm_plugin.kernels.move_rows import move_rows, move_rows_reference
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 from dllm_plugin.state.refreshed import positions_of_rows
@@ -89,19 +89,9 @@ class CanvasRows(LogitsRows):
     :mod:`dllm_plugin.sampling.features.first_token`.
     """
 
-    def __init__(
-        self,
-        states: CanvasStates,
-        dtype: torch.dtype,
-        width: int,
-        plan: PlanFunction,
-        steps_in_flight: int = 0,
-    ) -> None:
-        """Make the carry rows; `dtype` and `width` are those of the logits.
-
-        No result is needed before the next forward, however many `steps_in_flight`.
-        """
-        super().__init__(states, plan)
+    def __init__(self, states: CanvasStates, dtype: torch.dtype, width: int) -> None:
+        """Make the carry rows; `dtype` and `width` are those of the logits."""
+        super().__init__(states)
         self.begin: Callable[..., tuple[Planned, Tensor, Tensor]] = self.begin_step
         self._update: CarryUpdate | None = None
         self._mixed = False

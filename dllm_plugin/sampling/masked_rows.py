@@ -12,7 +12,6 @@ from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.decoding.full_attention import without_void
-from dllm_plugin.decoding.plan import PlanFunction
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
 from .guidance import GuidedRows, context_rows, pair_requests
@@ -75,16 +74,9 @@ class MaskedRows(LogitsRows):
     nobody needs serve position 0; nothing reads what they propose.
     """
 
-    def __init__(
-        self,
-        states: CanvasStates,
-        dtype: torch.dtype,
-        width: int,
-        plan: PlanFunction,
-        steps_in_flight: int = 0,
-    ) -> None:
-        """Make the counts; the arguments are those of CanvasRows."""
-        super().__init__(states, plan)
+    def __init__(self, states: CanvasStates, steps_in_flight: int) -> None:
+        """Make the counts; `steps_in_flight` as :class:`MaskCounts` takes it."""
+        super().__init__(states)
         self.begin: Callable[[Tensor], BegunStep] = self.begin_step
         num_slots = len(states.canvas_NC)
         self.counts = MaskCounts(num_slots, steps_in_flight)

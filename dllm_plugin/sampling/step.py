@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.decoding.plan import (
-    Canvas,
-    PlanFunction,
-    Proposal,
-    StepOutcome,
-    StepPlan,
-)
+from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
 from dllm_plugin.state.canvas_states import CanvasStates
 
 from .rows import RowChunk
@@ -192,10 +186,10 @@ class LogitsRows:
     carry_NV  rows of the last forward of a slot that this step reads; None if there are none
     """
 
-    def __init__(self, states: CanvasStates, plan: PlanFunction) -> None:
+    def __init__(self, states: CanvasStates) -> None:
         self.states = states
-        self.plan = plan
         self.method = states.config.method
+        self.plan = self.method.plan
         self.mask_id = states.config.mask_token_id
         self.num_positions = states.canvas_NC.shape[1]
         self.shift = int(states.config.family.logits_shift)
