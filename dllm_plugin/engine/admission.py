@@ -8,7 +8,7 @@ a tokenizer mode sees every prompt as token ids. The checks are in
 import copyreg
 from contextvars import ContextVar
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.renderers import ChatParams
 from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
 from dllm_plugin.config.decode import Case, DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import (
@@ -42,22 +42,12 @@ from dllm_plugin.config.request.structured_outputs import check_structured_outpu
 
 from .grammars.backends import check_readable, choose_guidance
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
-
-
 logger = init_logger("vllm.dllm_plugin")
 
 
-class Checked(NamedTuple):
-    """Store the checked arguments and parameters of a request."""
-
-    asked: RequestArguments
-    params: SamplingParams
-
-
+Checked = tuple[RequestArguments, SamplingParams] | None  # of a request
 # vLLM checks a request's parameters and, next in the same call, its prompt.
-_CHECKED: ContextVar[Checked | None] = ContextVar("checked", default=None)
+_CHECKED: ContextVar[Checked] = ContextVar("checked", default=None)
 
 
 class RequestRules(LogitsProcessor):
@@ -78,9 +68,9 @@ class RequestRules(LogitsProcessor):
         choose_guidance(params)
         check_structured_outputs(params)
         check_readable(params)
-        _CHECKED.set(Checked(asked, params))
+        _CHECKED.set((asked, params))
 
-    def apply(self, logits: Any, ctx: "LogitsContext") -> Any:
+    def apply(self, logits: Any, ctx: LogitsContext) -> Any:
         """Raise: our sampler replaces vLLM's, so nobody calls this."""
         raise AssertionError("the diffusion sampler applies no logits processors")
 
@@ -144,11 +134,7 @@ def request_rules(config: DecodeConfig) -> Any:
     return _RulesType("RequestRules", (RequestRules,), {"config": config})
 
 
-def _rebuild(rules: Any) -> tuple[Any, ...]:
-    return request_rules, (rules.config,)
-
-
-copyreg.pickle(_RulesType, _rebuild)
+copyreg.pickle(_RulesType, lambda rules: (request_rules, (rules.config,)))
 
 
 class DiffusionRenderer(HfRenderer):

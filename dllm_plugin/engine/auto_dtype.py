@@ -27,7 +27,6 @@ from dllm_plugin.config.cpu_dtype import (
     multiplies_bf16_here,
     per_node,
 )
-from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.weights import count_parameters
 from dllm_plugin.models.config_bases import DiffusionConfig
@@ -66,9 +65,12 @@ class DiffusionArchConvertor(ModelArchConfigConvertorBase):
         config = self.hf_config
         adopt(config)
         if current_platform.is_cpu():
-            register_classes(config.architectures or ())
-        if isinstance(config, DiffusionConfig) and _chooses_dtype(config):
-            leave_open(config, self.revision)
+            ours = set(config.architectures or ()) & set(ARCHITECTURES)
+            register_classes(ours)
+            if ours and isinstance(config, DiffusionConfig):
+                undecided = config.dtype_left_open is None
+                if undecided and not multiplies_bf16_here():
+                    leave_open(config, self.revision)
         return super().convert(supports_multimodal)
 
 
@@ -82,17 +84,6 @@ def register_classes(architectures: Iterable[str]) -> None:
         # Load the registered class: another plugin may have its own class under the name.
         model = ModelRegistry.models[architecture].load_model_cls()
         ModelRegistry.register_model(architecture, model)
-
-
-def _chooses_dtype(config: DiffusionConfig) -> bool:
-    ours = set(config.architectures or ()) & set(FAMILIES)
-    undecided = config.dtype_left_open is None
-    return (
-        bool(ours)
-        and undecided
-        and current_platform.is_cpu()
-        and not multiplies_bf16_here()
-    )
 
 
 def leave_open(config: DiffusionConfig, revision: str | None = None) -> None:

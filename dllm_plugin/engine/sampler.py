@@ -124,7 +124,8 @@ class DiffusionSampler:
         token of the sub-block is known, the other sub-blocks' KV stays as it was. They are computed
         nevertheless, since a position costs next to nothing at small batches, but not stored.
         """
-        canvases, states = count_canvases(batch), self.states
+        canvases = count_canvases(batch)
+        states = self.states
         slots_np = batch.idx_mapping_np[:canvases]
         # Requests of other strategies cannot set the option.
         if not states.requests.uses("use_block_cache", slots_np):
@@ -161,7 +162,9 @@ class DiffusionSampler:
             self._reserve_peak()
             if self.compiles:
                 self.compile()
-            self._warm_up_kernels(logits)
+            with compile_ahead():
+                self._launch_examples(logits)
+            self._launch_examples(logits)  # their first launch loads them
         step = self.rows.read(logits, batch)
         decided = None if step is None else self._denoise(step)
         if decided is None or len(decided.emitted_R) < batch.num_reqs:
@@ -237,14 +240,8 @@ class DiffusionSampler:
         with torch._dynamo.config.patch(recompile_limit=COMPILED_AT_MOST):
             self.decider.compile(backend, self.rows.example)
 
-    def _warm_up_kernels(self, logits: Tensor) -> None:
-        """Compile and load the kernels of real steps, so that no request waits for that."""
-        with compile_ahead():
-            self._launch_examples(logits)
-        self._launch_examples(logits)  # their first launch loads them
-
     def _launch_examples(self, logits: Tensor) -> None:
-        """Launch the kernels in all forms that requests may ask for."""
+        """Launch the kernels in all forms, so that no request waits until they are compiled."""
         carry_NV = self.rows.carry_NV
         with_automata = not no_automata(self.states.config)
         self.proposer.warm_up(logits, carry_NV, with_automata)

@@ -76,23 +76,18 @@ def parts_of(body: dict[str, Any], encode: Encode) -> list[Part]:
     for name in ("rewrite", "slack"):
         if body.get(name) is not None and given != ["draft"]:
             raise ValueError(f"{name} has no effect without draft: leave it out.")
-    parts = {"text": _of_text, "parts": _of_parts, "draft": _of_draft}[given[0]](
-        body, encode
-    )
-    return _checked(parts, given[0])
-
-
-def parts_of_text(text: str) -> list[Part]:
-    """Return the parts of a text with [MASK:n]. Raises ValueError with one sentence."""
-    return _checked(_of_text({"text": text}, lambda _: []), "text")
-
-
-def _checked(parts: list[Part], source: str) -> list[Part]:
-    parts = _joined([part for part in parts if part != ""])
+    [source] = given
+    read = {"text": _of_text, "parts": _of_parts, "draft": _of_draft}[source]
+    parts = _joined([part for part in read(body, encode) if part != ""])
     if all(isinstance(part, str) for part in parts):
         forms = f"; {FORMS}" if source == "text" else ""
         raise ValueError(f"{source} has no gap: nothing is to be filled{forms}.")
     return parts
+
+
+def parts_of_text(text: str) -> list[Part]:
+    """Return the parts of a text with [MASK:n]. Raises ValueError with one sentence."""
+    return parts_of({"text": text}, lambda _: [])
 
 
 def _of_text(body: dict[str, Any], encode: Encode) -> list[Part]:

@@ -23,7 +23,7 @@ from .checkpoints.weights import (
     WeightUpdate,
     check_updatable,
     checked,
-    checkpoint_folder,
+    folder_of,
     readable,
 )
 
@@ -152,9 +152,8 @@ class DiffusionModel:
     def check_packing(self) -> None:
         """Raise ValueError if new weights cannot be packed as those were that are served."""
         model_config = self.vllm_config.model_config
-        stored = self.manifest(model_config).quantized
-        quantized = stored or model_config.quantization is not None
-        if quantized and current_platform.is_cpu():
+        packing = self.manifest(model_config).packing
+        if (packing or model_config.quantization) and current_platform.is_cpu():
             raise ValueError(
                 "Quantised weights cannot be updated in place on CPUs, where vLLM packs them "
                 "once, at load: start the engine again."
@@ -183,9 +182,7 @@ class DiffusionModel:
     def _whole(self, weights: Weights) -> Weights:
         """Check the checkpoint that vLLM's loader reads, and merge the adapter into it."""
         model_config = self.vllm_config.model_config
-        cache = self.vllm_config.load_config.download_dir
-        folder = checkpoint_folder(model_config.model, model_config.revision, cache)
-        weights = readable(weights, folder)
+        weights = readable(weights, folder_of(self.vllm_config))
         weights = checked(weights, self._expected_here(model_config))
         # Again: kept, it would take 100 MB at 8B.
         adapter = self.read_adapter(self.vllm_config)

@@ -7,9 +7,9 @@ may multiply what lies after a request's keys by zero, and NaN stays NaN.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -21,9 +21,6 @@ from dllm_plugin.config.worker_carriers import (
 )
 from dllm_plugin.engine.platforms import end_with_error
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
 logger = init_logger("vllm.dllm_plugin")
 
 BROKEN = (
@@ -34,7 +31,7 @@ BROKEN = (
 
 
 def end_broken(
-    scheduler: "Scheduler",
+    scheduler: Scheduler,
     results: ModelRunnerOutput,
     cleared: dict[str, tuple[int, ...]],
 ) -> dict[str, int]:

@@ -79,22 +79,18 @@ class RefreshScheduler(GuidedScheduler):
         asked = self.records[req_id].asked
         template = asked.template
         self._lay_out(request, asked, template)
+        given: list[int] = []
         if template is not None:
             given = template.given_blocks(asked.block_length)
-            self._start_after(request, given)
+        if given:
+            # The request starts as if it had the leading blocks that its template gives.
+            request.append_output_token_ids(given)
+            self._given[req_id] = given
+            if req_id in self.watches:
+                self.watches[req_id].give(given)
         hidden = self._other_of_pair(req_id)
         if hidden is not None:
             self._lay_out(self.requests[hidden], asked)
-
-    def _start_after(self, request: Request, given: list[int]) -> None:
-        """Let a request start as if it had the leading blocks that its template gives."""
-        if not given:
-            return
-        req_id = request.request_id
-        request.append_output_token_ids(given)
-        self._given[req_id] = given
-        if req_id in self.watches:
-            self.watches[req_id].give(given)
 
     def _lay_out(
         self,
@@ -179,7 +175,8 @@ class RefreshScheduler(GuidedScheduler):
         req_id = request.request_id
         record = self.records[req_id]
         self._find_spans([request])
-        size, end = record.spans.size, record.layout[1]
+        size = record.spans.size
+        end = record.layout[1]
         block_end = request.num_tokens + size
         if block_end >= end or self.in_flight.count(req_id, block_end):
             return False

@@ -5,12 +5,12 @@ weights, of a mixture those of the experts that are chosen. More context is read
 more experts by more positions.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from dllm_plugin.config.cuda_graphs import captured_graphs
 from dllm_plugin.config.decode import DecodeConfig
@@ -25,7 +25,7 @@ from dllm_plugin.decoding.step_costs import (
 )
 
 from .sizes import kv_item_bytes, layer_bytes, sizes_of
-from .weights import checkpoint_folder
+from .weights import folder_of
 
 EXPERTS = ".experts."  # in the names of their tensors
 
@@ -47,11 +47,7 @@ def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
 
 def model_costs(vllm_config: VllmConfig, config: DecodeConfig) -> Costs:
     """Return the model's costs; context costs nothing if there are no weight files."""
-    model_config = vllm_config.model_config
-    load_config = vllm_config.load_config
-    folder = checkpoint_folder(
-        model_config.model, model_config.revision, load_config.download_dir
-    )
+    folder = folder_of(vllm_config)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if not files:
         return Costs()
@@ -65,7 +61,7 @@ def weight_bytes(vllm_config: VllmConfig, files: Sequence[Path]) -> WeightBytes:
     kept = _kept_share(model_config)
     stored = kept * sum(file.stat().st_size for file in files)
     experts = model_config.get_num_experts()
-    of_experts = kept * sum(map(_bytes_of_experts, files)) if experts else 0
+    of_experts = kept * _bytes_of_experts(files[0].parent) if experts else 0
     if not of_experts:
         return WeightBytes(stored)
     chosen = model_config.hf_text_config.num_experts_per_tok
@@ -83,13 +79,10 @@ def _kept_share(model_config: ModelConfig) -> float:
     return sizes.weight_bytes(each) / sizes.weight_bytes()
 
 
-def _bytes_of_experts(file: Path) -> int:
-    """Return how much of a safetensors file is experts, by its header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+def _bytes_of_experts(folder: Path) -> int:
+    """Return how much of a folder's safetensors files is experts, by their headers."""
     total = 0
-    for name, entry in header.items():
+    for name, entry in get_safetensors_params_metadata(str(folder)).items():
         if EXPERTS in name:
             begin, end = entry["data_offsets"]
             total += end - begin

@@ -40,11 +40,6 @@ class Manifest:
     packing: layouts.Packing | None = None
     source: str = "checkpoint"  # what errors call the source of the tensors
 
-    @property
-    def quantized(self) -> bool:
-        """Return whether weights are stored quantised, with names of their own."""
-        return self.packing is not None
-
     def allowed(self, name: str, tensor: Tensor) -> set[tuple[int, ...]] | None:
         """Return the shapes that a tensor may have; None if any will do, or it is surplus."""
         plain = self.shapes.get(name)
@@ -103,7 +98,7 @@ class CheckedWeights:
             self.seen.add(name)
             module, _, suffix = name.rpartition(".")
             plain = suffix in ("weight", "bias") and is_plain(tensor)
-            if self.manifest.quantized and not plain:
+            if self.manifest.packing is not None and not plain:
                 self.stored.setdefault(module, {})[suffix] = tensor.dtype
             yield name, tensor
 
@@ -127,7 +122,8 @@ class CheckedWeights:
 
     def _check_stored(self, module: str, tensors: dict[str, torch.dtype]) -> None:
         """Raise ValueError if a quantised module lacks a tensor."""
-        packing, weight = self.manifest.packing, f"{module}.weight"
+        packing = self.manifest.packing
+        weight = f"{module}.weight"
         matrix = self.manifest.shapes.get(weight, ())
         # A module with its plain weight may have scales for keys and values beside it.
         plain = weight in self.seen and "weight" not in tensors
@@ -167,6 +163,13 @@ def checkpoint_folder(
         return None
 
 
+def folder_of(vllm_config: VllmConfig) -> Path | None:
+    """Return as :func:`checkpoint_folder`, of the checkpoint that an engine serves."""
+    model_config = vllm_config.model_config
+    cache = vllm_config.load_config.download_dir
+    return checkpoint_folder(model_config.model, model_config.revision, cache)
+
+
 def count_parameters(model: str, revision: str | None) -> int | None:
     """Return the number of parameters of a checkpoint; None if shapes are unknown."""
     entries = get_safetensors_params_metadata(model, revision=revision).values()
@@ -177,12 +180,8 @@ def count_parameters(model: str, revision: str | None) -> int | None:
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
     """Raise ValueError for a damaged checkpoint, before any process is started."""
-    model_config = vllm_config.model_config
-    load_config = vllm_config.load_config
-    folder = checkpoint_folder(
-        model_config.model, model_config.revision, load_config.download_dir
-    )
-    if folder is not None and load_config.load_format != "dummy":
+    folder = folder_of(vllm_config)
+    if folder is not None and vllm_config.load_config.load_format != "dummy":
         check_readable(folder)
 
 
