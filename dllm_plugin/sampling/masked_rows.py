@@ -98,7 +98,8 @@ class MaskedRows(LogitsRows):
         if not canvases:
             return
         rows = self._lay_out(batch, canvases)
-        states, slots_np = self.states, rows.slots_np
+        states = self.states
+        slots_np = rows.slots_np
         num_rows = len(rows.request_T)
         num_known = len(slots_np) * KNOWN_TO_HOST
         packed = async_tensor_h2d(rows.packed, device=states.device)

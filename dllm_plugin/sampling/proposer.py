@@ -226,7 +226,9 @@ class Proposer:
         top-k and top-p, sampling, softmax, scores.
         """
         raw_TV, slot_T = chunk.logits_XV, chunk.slot_T
-        slots_np, filters, bans = wanted.slots_np, self.filters, self.eos_bans
+        slots_np = wanted.slots_np
+        filters = self.filters
+        bans = self.eos_bans
         if chunk.source_T is not None:
             raw_TV = raw_TV[chunk.source_T]
         if self.shard is not None:

@@ -111,8 +111,10 @@ class RequestTable:
         context: int,
     ) -> None:
         """Write the row of a request; `copy_to_device` brings it to the device."""
-        config, template = self.config, request.template
-        method, length = config.method, request.block_length
+        config = self.config
+        template = request.template
+        method = config.method
+        length = request.block_length
         self.prompt_len_np[slot] = prompt_len
         self.refreshes_vary |= request.full_refresh_every != 1
         # Where blocks are counted from: some models were trained on multiples of their length.

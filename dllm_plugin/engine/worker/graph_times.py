@@ -61,7 +61,8 @@ def keep(vllm_config: VllmConfig, times: StepTimes) -> None:
     The experts of a mixture are spread over engines of data parallelism, whose steps take equally
     long, so all of them begin with the same times.
     """
-    world, path = get_world_group(), own_path(vllm_config)
+    world = get_world_group()
+    path = own_path(vllm_config)
     assert path is not None
     shared = world.broadcast_object(times)
     if world.rank_in_group % vllm_config.parallel_config.world_size == 0:

@@ -99,7 +99,8 @@ class BlockGraphManager(ModelCudaGraphManager):
     def _init_candidates(self) -> None:
         """List vLLM's graphs, of uniform steps those that our table has in place of canvases."""
         super()._init_candidates()
-        config, mode = get_decode_config(self.vllm_config), self.cudagraph_mode
+        config = get_decode_config(self.vllm_config)
+        mode = self.cudagraph_mode
         sizes = self.compilation_config.cudagraph_capture_sizes
         full_decodes = mode.decode_mode() == CUDAGraphMode.FULL
         if not (mode.separate_routine() and full_decodes and sizes):

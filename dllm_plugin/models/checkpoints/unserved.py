@@ -202,7 +202,8 @@ def refuse_unserved_files(model: str, config: Mapping[str, Any]) -> None:
             f"{model} is stored as {method}, which vLLM cannot load: take a checkpoint in FP8, "
             "compressed-tensors, GPTQ or AWQ."
         )
-    folder, names = _folder(model), model_names(model)
+    folder = _folder(model)
+    names = model_names(model)
     if isinstance(config.get("_name_or_path"), str):
         names |= model_names(config["_name_or_path"])
     generation: Any = None

@@ -180,7 +180,8 @@ class Automata(StepFeature):
         self, step: Step, row_np: np.ndarray, columns: int
     ) -> tuple[Tensor, Tensor]:
         """Propose texts of some requests; no block is open after `columns` positions."""
-        row_G, tables = self.upload(row_np), self._tables()
+        row_G = self.upload(row_np)
+        tables = self._tables()
         canvases = self._canvases(step, row_G, row_np, columns)
         has_row_GC = self.rows.has_row(step)[row_G, :columns]
         masked_GC = (canvases.given_GC == OPEN) & has_row_GC
@@ -207,11 +208,13 @@ class Automata(StepFeature):
     ) -> Canvases:
         """Return the leading columns of a step's canvases as kernels take them."""
         assert self.state_N is not None
-        states, sampling = self.states, self.sampling_states
+        states = self.states
+        sampling = self.sampling_states
         slots_np = step.slots_np[row_np]
         known = np.stack([self.place_np[slots_np], self.complete_np[slots_np]])
         which_G, completes_G = self.upload(known)
-        slots_G, canvas = step.slots_R[row_G], step.canvas
+        slots_G = step.slots_R[row_G]
+        canvas = step.canvas
         remaining_G = step.remaining_R[row_G].to(torch.int64)
         tokens_GC = canvas.tokens_RC[row_G, :columns]
         block_GC = canvas.block_RC[row_G, :columns]

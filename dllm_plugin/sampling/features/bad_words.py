@@ -76,7 +76,8 @@ class WordTable:
             return
         if self.tokens_NX is None:
             shape = (len(self.count_np), MAX_WORDS_TOKENS)
-            dtype, device = torch.int32, self.device
+            dtype = torch.int32
+            device = self.device
             self.tokens_NX = torch.full(shape, UNUSED, dtype=dtype, device=device)
         shape = (len(self._new), MAX_WORDS_TOKENS)
         rows_np = np.full(shape, UNUSED, dtype=np.int32)

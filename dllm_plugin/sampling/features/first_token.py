@@ -134,7 +134,8 @@ class FirstTokenDecoder(StepFeature):
         Args:
             source_R: rows of `logits_XV`; None if they are the rows in order.
         """
-        slots_np, count = rows.slots_np, len(place_R)
+        slots_np = rows.slots_np
+        count = len(place_R)
         chunk = RowChunk(
             self.states.number_X[:count],
             logits_XV,

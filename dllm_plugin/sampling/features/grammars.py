@@ -66,7 +66,8 @@ class StagedChecks(StepFeature):
 
     def start_step(self, step: Step) -> None:
         """Make canvas and plan fit the grammars, and add a row for each frontier."""
-        checks, rows = self._found(step.slots_np), self.rows
+        checks = self._found(step.slots_np)
+        rows = self.rows
         assert checks is not None
         step.canvas, plan, self._constraint = constrain(
             step.canvas,

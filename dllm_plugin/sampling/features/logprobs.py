@@ -47,7 +47,8 @@ class LogprobStash(StepFeature):
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage how many log-probabilities a request wants; -1 in `params` means all."""
-        wanted, most = params.logprobs, self.max_logprobs
+        wanted = params.logprobs
+        most = self.max_logprobs
         if wanted is None:
             self.num_logprobs_np[slot] = -1
             return False

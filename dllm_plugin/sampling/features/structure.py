@@ -100,7 +100,8 @@ class StructureEdits(StepFeature):
         """Take the round: what is unmasked is what it changes."""
         requests = self.states.requests
         slots_R = step.slots_R
-        slots_np, proposer = step.slots_np, self.proposer
+        slots_np = step.slots_np
+        proposer = self.proposer
         samples = proposer.sampling_states.temperature.np[slots_np].any()
         if samples or proposer.way_np[slots_np].any():
             self._edit_greedily(step)
@@ -183,5 +184,6 @@ class StructureEdits(StepFeature):
             return found_N.view_as(index_RN)
 
         delete, split = config.structure_token_ids
-        mask_id, factor_B = config.mask_token_id, self.factor_B.gpu
+        mask_id = config.mask_token_id
+        factor_B = self.factor_B.gpu
         return Tokens(mask_id, delete, split, best_but, factor_B)

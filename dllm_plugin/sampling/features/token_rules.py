@@ -112,7 +112,8 @@ class TokenRules(StepFeature):
 
     def apply(self, logits_TV: Tensor, chunk: RowChunk, slots_np: np.ndarray) -> None:
         """Ban and bias ids in float32 copies; the mask token is never a prediction."""
-        mask_id, biases = self.mask_id, self.biases(slots_np)
+        mask_id = self.mask_id
+        biases = self.biases(slots_np)
         if biases is not None:
             logits_TV += biases[0][biases[1][chunk.slot_T]]
         logits_TV[:, mask_id] = -torch.inf

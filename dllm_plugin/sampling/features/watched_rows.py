@@ -48,7 +48,8 @@ class WatchedRows(StepFeature):
     def commit(self, step: Step) -> None:
         """Store the step's confidences, list what is decided, and move on with the canvas."""
         assert self.confidence_NC is not None
-        length, outcome = self.num_positions, step.outcome
+        length = self.num_positions
+        outcome = step.outcome
         which_np = np.flatnonzero(self.users_np[step.slots_np])
         which_W = self.upload(which_np)
         slots_W = step.slots_R[which_W]
