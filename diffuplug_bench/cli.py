@@ -1,6 +1,5 @@
 """Parse the command line of ``diffuplug bench`` and run the mode. Light imports only."""
 
-import argparse
 from collections.abc import Sequence
 
 from diffuplug_bench.options import add_modes, numbers, settings_of
@@ -41,7 +40,15 @@ def main(arguments: Sequence[str]) -> int:
         args.model = resolve(args.model)
     command = ["bench", *arguments]
     if args.mode == "host":
-        return _run_host(args, command)
+        from diffuplug_bench import host
+
+        if min(args.requests) < 1:
+            raise ValueError(
+                f"--requests must be whole numbers of at least 1, got {min(args.requests)}"
+            )
+        return host.run(
+            engine_options(args), args.requests, args.max_tokens, args.seed, command
+        )
     if args.mode == ADAPTIVE:
         from diffuplug_bench.adaptive import widths
 
@@ -58,15 +65,3 @@ def main(arguments: Sequence[str]) -> int:
     from diffuplug_bench import command as steps_and_requests
 
     return steps_and_requests.run(settings, command)
-
-
-def _run_host(args: argparse.Namespace, command: Sequence[str]) -> int:
-    from diffuplug_bench import host
-
-    if min(args.requests) < 1:
-        raise ValueError(
-            f"--requests must be whole numbers of at least 1, got {min(args.requests)}"
-        )
-    return host.run(
-        engine_options(args), args.requests, args.max_tokens, args.seed, command
-    )

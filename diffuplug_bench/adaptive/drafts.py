@@ -71,7 +71,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         times = _time_steps(llm, settings, sorted(widths | {1}))
         even = break_even(method.drafted or tokens_of_window, times)
         progress.done("steps", report.table_of("break_even", even))
-        gemms = _time_gemms(llm, times)
+        positions = sorted({requests * rows for requests, rows in times})
+        whole, _, _ = llm.collective_rpc("time_gemms", args=(positions, None))[0]
+        gemms = only_ms(whole)
         forwards = beside_gemms(times, gemms)
         progress.done("floor", report.table_of("forwards", forwards))
         given = (accepted, lengths, times, gemms, even, plain, progress)
@@ -233,13 +235,6 @@ def _time_steps(llm: Any, settings: Settings, widths: list[int]) -> Times:
     arguments = (list(settings.requests), widths, [context])
     timed = llm.collective_rpc("time_steps", args=arguments)[0]
     return {(n, rows): ms for n, rows, _, ms in timed}
-
-
-def _time_gemms(llm: Any, times: Times) -> dict[int, float]:
-    """Return the time of the GEMMs of every timed step, by positions."""
-    positions = sorted({requests * rows for requests, rows in times})
-    whole, _, _ = llm.collective_rpc("time_gemms", args=(positions, None))[0]
-    return only_ms(whole)
 
 
 def beside_gemms(times: Times, gemms: dict[int, float]) -> list[dict[str, Any]]:

@@ -110,7 +110,9 @@ def compare_ways(
             found = answers(llm, problems, MAX_TOKENS, bar, schema=schema)
         rows[name] = score(found, problems)._asdict()
         if plain is not None and name.endswith(QUANTISED):
-            rows[name]["equal"] = _share_equal(plain, found)
+            pairs = zip(plain.outputs, found.outputs, strict=True)
+            equal = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs]
+            rows[name]["equal"] = sum(equal) / len(equal)
         plain = found
     # The last engine ends with the process: to take it apart takes a second more.
     _print_ways(rows)
@@ -135,13 +137,6 @@ def _engines(dtype: str, quantised: dict[str, str]) -> dict[str, dict[str, Any]]
             options = bundled_options(dllm | {"head_quantization": head})
             found[name + QUANTISED] = options | engine | {"dtype": dtype}
     return found
-
-
-def _share_equal(plain: Answers, quantised: Answers) -> float:
-    """Return the share of answers that have the same tokens."""
-    pairs = zip(plain.outputs, quantised.outputs, strict=True)
-    equal = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in pairs]
-    return sum(equal) / len(equal)
 
 
 def _print_ways(rows: dict[str, dict[str, Any]]) -> None:

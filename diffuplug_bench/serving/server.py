@@ -65,7 +65,12 @@ def serving(options: dict[str, Any], log: Path) -> Iterator[str]:
         _wait(process, url, log)
         yield url
     finally:
-        _stop(process)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):  # its workers are in its session
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def fill_weights(url: str, seed: int) -> None:
@@ -105,15 +110,6 @@ def _wait(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
             return
         time.sleep(0.2)
     raise ValueError(f"the server was not up after {START_SECONDS} seconds.")
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    with suppress(ProcessLookupError):  # its workers are in its session
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def write_tokenizer(config: Config, folder: Path) -> str:

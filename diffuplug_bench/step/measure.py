@@ -109,7 +109,10 @@ def measure(
         run = serve(llm, asks, requests)
         _check(run, asks[0].sampling["max_tokens"], settings, canvas)
         row: dict[str, Any] = {"requests": requests, "canvas": canvas}
-        row |= _times(run) | _rates(run)
+        row |= _times(run) | {
+            "tokens_per_forward": run.tokens / run.forwards,
+            "positions_per_token": run.canvas_positions / run.tokens,
+        }
         if settings.measured.full_attention:
             row["block_step_ms"] = median_step_ms(run)
         row["forwards_per_s"] = requests * row["steps_per_second"]
@@ -194,14 +197,6 @@ def _times(run: Run) -> dict[str, Any]:
         "step_ms": window.step_ms * scale,
         "step_ms_spread": [scale * ms for ms in window.spread_ms],
         "steps_per_second": 1e3 / window.step_ms / scale,
-    }
-
-
-def _rates(run: Run) -> dict[str, Any]:
-    """Return the rates of the fixed schedule, without prompts."""
-    return {
-        "tokens_per_forward": run.tokens / run.forwards,
-        "positions_per_token": run.canvas_positions / run.tokens,
     }
 
 

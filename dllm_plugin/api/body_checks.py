@@ -293,7 +293,10 @@ def check_body(body: bytes) -> None:
     _check_outputs(fields.get("structured_outputs"))
     _check_input(fields.get("input"))
     if isinstance(at(fields, "tool_choice", "function"), dict):
-        _check_tools(fields.get("tools"))
+        # Among tools without names vLLM cannot look for the chosen one.
+        for tool in fields.get("tools") or ():
+            if at(tool, "function", "name") is None:
+                raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
     for name, value in fields.items():
         check_characters("A name of the body", name)
         if name.startswith(REQUEST_PREFIX):
@@ -363,13 +366,6 @@ def _check_input(items: Any) -> None:
                     "input holds an assistant's refusal, which a chat template cannot "
                     "show: leave it out."
                 )
-
-
-def _check_tools(tools: Any) -> None:
-    """Raise ValueError for tools among which vLLM cannot look for the chosen one."""
-    for tool in tools or ():
-        if at(tool, "function", "name") is None:
-            raise ValueError(f"tools holds {shown(tool)}: a function needs a name.")
 
 
 def _verifier(state: State) -> Verifier:

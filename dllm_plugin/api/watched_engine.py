@@ -205,7 +205,10 @@ class WatchedEngine:
     def _count(self, output: RequestOutput, first: int, delta: bool) -> None:
         """Count tokens, and keep the counts of choices that end."""
         for completion in output.outputs:
-            _raise_reason(completion)
+            # The reason of a grammar's compiler, of which vLLM's handlers know nothing.
+            reason = completion.stop_reason
+            if completion.finish_reason == "error" and isinstance(reason, str):
+                raise VLLMValidationError(reason, parameter="structured_outputs")
             index = first + completion.index
             before = self.tokens.get(index, 0) if delta else 0
             self.tokens[index] = before + len(completion.token_ids)
@@ -226,13 +229,6 @@ class WatchedEngine:
             self.traces[index] = trace_of(completion)
         if self.strips:
             completion.spec_decode_metrics = None
-
-
-def _raise_reason(completion: CompletionOutput) -> None:
-    """Raise the reason of a grammar's compiler: vLLM's handlers know no reasons."""
-    reason = completion.stop_reason
-    if completion.finish_reason == "error" and isinstance(reason, str):
-        raise VLLMValidationError(reason, parameter="structured_outputs")
 
 
 def _is_cut(output: RequestOutput) -> bool:

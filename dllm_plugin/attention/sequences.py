@@ -66,7 +66,18 @@ def batch_sequences(batch: InputBatch, states: CanvasStates) -> Sequences:
     lengths = states.requests.block_length.np[slots]
     blocks = states.full_NS.shape[1]
     if states.config.method.full_attention:
-        return _full_attention_sequences(batch, states, spans)
+        # A request sees its whole canvas, computed now or before.
+        num_reqs = batch.num_reqs
+        canvases = count_canvases(batch)
+        span_stops = batch.num_computed_tokens_np[:num_reqs].astype(np.int64) + spans
+        stops = span_stops.copy()
+        if canvases:
+            drafts = batch.num_draft_tokens_per_req
+            assert drafts is not None
+            slots = batch.idx_mapping_np[:canvases]
+            starts = span_stops[:canvases] - drafts[:canvases]
+            stops[:canvases] = states.bounds_np(slots, starts).stop
+        return Sequences(np.arange(num_reqs), spans, span_stops - stops)
     num_canvases = count_canvases(batch)
     parts = []
     if num_canvases:
@@ -78,23 +89,6 @@ def batch_sequences(batch: InputBatch, states: CanvasStates) -> Sequences:
     if num_canvases < batch.num_reqs:
         parts.append(prefills(batch, states, num_canvases))
     return without_empty(joined(parts))
-
-
-def _full_attention_sequences(
-    batch: InputBatch, states: CanvasStates, spans: np.ndarray
-) -> Sequences:
-    """List one sequence per request, which sees its whole canvas, computed now or before."""
-    num_reqs = batch.num_reqs
-    canvases = count_canvases(batch)
-    span_stops = batch.num_computed_tokens_np[:num_reqs].astype(np.int64) + spans
-    stops = span_stops.copy()
-    if canvases:
-        drafts = batch.num_draft_tokens_per_req
-        assert drafts is not None
-        slots = batch.idx_mapping_np[:canvases]
-        starts = span_stops[:canvases] - drafts[:canvases]
-        stops[:canvases] = states.bounds_np(slots, starts).stop
-    return Sequences(np.arange(num_reqs), spans, span_stops - stops)
 
 
 class AttentionSequences:

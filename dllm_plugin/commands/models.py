@@ -188,7 +188,15 @@ def check_decoding(model: str, options: dict[str, Any]) -> None:
     for adapter in ("lora_path", "draft_adapter"):
         if options.get(adapter) == "":
             raise ValueError(f"{adapter} is empty: name a folder, or leave it out.")
-        check_adapter_folder(adapter, options.get(adapter) or "")
+        folder = options.get(adapter) or ""
+        if folder.startswith("~"):
+            raise ValueError(f"{adapter} {folder} begins with ~: write the whole path.")
+        check_folder(folder)
+        is_here = bool(folder) and Path(folder).is_dir()
+        if is_here and not (Path(folder) / ADAPTER_CONFIG).is_file():
+            raise ValueError(
+                f"{adapter} {folder} holds no {ADAPTER_CONFIG}: is it an adapter?"
+            )
     if not options or is_elsewhere(model):
         return
     config = read_config(model)
@@ -245,18 +253,6 @@ def check_fits(name: str, positions: int | None, config: dict[str, Any]) -> None
         raise ValueError(
             f"{name} {positions} is longer than the context of {max(lengths)} tokens: "
             "lower it."
-        )
-
-
-def check_adapter_folder(option: str, folder: str) -> None:
-    """Raise ValueError if a folder that an option names holds no adapter; "" names none."""
-    if folder.startswith("~"):
-        raise ValueError(f"{option} {folder} begins with ~: write the whole path.")
-    check_folder(folder)
-    is_here = bool(folder) and Path(folder).is_dir()
-    if is_here and not (Path(folder) / ADAPTER_CONFIG).is_file():
-        raise ValueError(
-            f"{option} {folder} holds no {ADAPTER_CONFIG}: is it an adapter?"
         )
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import dllm_plugin
 
@@ -135,7 +135,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         _prepare(args)
         status: int = args.run(args)
         if ends and args.command in ENDED:
-            _end_process(status)
+            # To free module by module what was imported would take a quarter of `doctor`'s time,
+            # and Triton's would print what it leaks.
+            sys.stdout.flush()
+            os._exit(status)
         return status
     except KeyboardInterrupt:
         return interrupts.INTERRUPTED
@@ -185,15 +188,6 @@ def _prepare(args: argparse.Namespace) -> None:
         os.environ.setdefault(LEVEL, "WARNING")
     elif getattr(args, "model", "") is None:  # these show phases in place of the log
         spin_briefly()
-
-
-def _end_process(status: int) -> NoReturn:
-    """End a process whose engines have ended, without freeing module by module what it imported.
-
-    That would take a quarter of the time of `doctor`, and Triton's would print what it leaks.
-    """
-    sys.stdout.flush()
-    os._exit(status)
 
 
 def _output_is_cut() -> bool:

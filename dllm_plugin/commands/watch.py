@@ -74,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
             "diffuplug watch needs the package rich: pip install rich"
         ) from error
     if args.url:
-        _refuse_engine_options(args)
+        for name in OF_ENGINE:
+            given = getattr(args, name)
+            if given not in (None, False) and (name, given) != ("dtype", "auto"):
+                raise ValueError(
+                    f"{flag_of(name)} has no effect with --url, whose server has its own: "
+                    "leave it out"
+                )
         show(from_server(args), sys.stdout, lambda line: print(line, file=sys.stderr))
         return 0
     if args.api_key is not None:
@@ -91,17 +97,6 @@ def run(args: argparse.Namespace) -> int:
         show(from_engine(llm, args), started.out, started.note)
         stop_engine(llm)
     return 0
-
-
-def _refuse_engine_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options of an engine of its own: a server has been given its own."""
-    for name in OF_ENGINE:
-        given = getattr(args, name)
-        if given not in (None, False) and (name, given) != ("dtype", "auto"):
-            raise ValueError(
-                f"{flag_of(name)} has no effect with --url, whose server has its own: "
-                "leave it out"
-            )
 
 
 def show(states: Iterator[Shown], out: TextIO, note: Callable[[str], None]) -> None:

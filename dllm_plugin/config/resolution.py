@@ -46,7 +46,8 @@ def resolve(
         )
     method, policy, reason = _choose_method(options, family, edits)
     whole = options.block_length is None and method.whole_canvas
-    block = _choose_block(options, method, block_length)
+    name, default = DRAFTS.get(method.strategy, ("block_length", DEFAULT_BLOCK))
+    block = getattr(options, name) or block_length or default
     canvas = _choose_canvas(options, method, block, max_model_len)
     if whole or options.block_length is None and method.full_attention:
         block = canvas if whole else min(block, canvas)
@@ -144,12 +145,6 @@ def _choose_method(
 def numbers_of(config: Numbers) -> dict[str, Any]:
     """Return the fields that options and request configs share."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(Numbers)}
-
-
-def _choose_block(options: Options, method: Method, trained: int | None) -> int:
-    """Return the positions of a block, which may be a window or a stride."""
-    name, default = DRAFTS.get(method.strategy, ("block_length", DEFAULT_BLOCK))
-    return getattr(options, name) or trained or default
 
 
 def _choose_canvas(

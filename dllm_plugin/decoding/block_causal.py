@@ -49,7 +49,20 @@ def plan_edited_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
 
 def plan_sub_blocks(canvas: Canvas, mask_id: int) -> StepPlan:
     """Plan as :func:`plan_block_diffusion`, sub-block after sub-block (Fast-dLLM v2)."""
-    return _first_sub_blocks(canvas, plan_block_diffusion(canvas, mask_id))
+    plan = plan_block_diffusion(canvas, mask_id)
+    # Only the first sub-block with masks of each block is decoded.
+    num_positions = canvas.block_RC.shape[1]
+    num_slots = plan.full_RS.shape[1]
+    position_RC = torch.arange(num_positions, device=canvas.block_RC.device)
+    start_RS = torch.nn.functional.pad(canvas.size_RS.cumsum(dim=1), (1, 0))
+    place_RC = position_RC - start_RS.gather(1, canvas.block_RC)
+    sub_RC = place_RC // canvas.sub_length_R.clamp_min(1)[:, None]
+    first_RS = sub_RC.new_full((len(sub_RC), num_slots + 1), num_positions)
+    masked_sub_RC = sub_RC.where(plan.candidates_RC, num_positions)
+    first_RS.scatter_reduce_(1, canvas.block_RC, masked_sub_RC, "amin")
+    in_first_RC = sub_RC == first_RS.gather(1, canvas.block_RC)
+    in_first_RC |= (canvas.sub_length_R == 0)[:, None]
+    return replaced(plan, candidates_RC=plan.candidates_RC & in_first_RC)
 
 
 def _plan_blocks(
@@ -161,22 +174,6 @@ def keep_edited(
         fixed_R=torch.where(edited_R, fixed_R, plan.fixed_R),
     )
     return plan, unmask_RC & ~(drops_R[:, None] & ~plan.editable_RC)
-
-
-def _first_sub_blocks(canvas: Canvas, plan: StepPlan) -> StepPlan:
-    """Restrict a plan to the first sub-block with masks of each block (Fast-dLLM v2)."""
-    num_positions = canvas.block_RC.shape[1]
-    num_slots = plan.full_RS.shape[1]
-    position_RC = torch.arange(num_positions, device=canvas.block_RC.device)
-    start_RS = torch.nn.functional.pad(canvas.size_RS.cumsum(dim=1), (1, 0))
-    place_RC = position_RC - start_RS.gather(1, canvas.block_RC)
-    sub_RC = place_RC // canvas.sub_length_R.clamp_min(1)[:, None]
-    first_RS = sub_RC.new_full((len(sub_RC), num_slots + 1), num_positions)
-    masked_sub_RC = sub_RC.where(plan.candidates_RC, num_positions)
-    first_RS.scatter_reduce_(1, canvas.block_RC, masked_sub_RC, "amin")
-    in_first_RC = sub_RC == first_RS.gather(1, canvas.block_RC)
-    in_first_RC |= (canvas.sub_length_R == 0)[:, None]
-    return replaced(plan, candidates_RC=plan.candidates_RC & in_first_RC)
 
 
 def sub_block_to_store(canvas: Canvas, plan: StepPlan) -> Tensor:

@@ -286,14 +286,6 @@ READ_BY = {
 }
 
 
-def titles_of(strategy: str) -> str:
-    """Return the titles of the verified families that a strategy decodes, with commas."""
-    taken = TAKEN_BY[strategy]
-    families = [family for family in FAMILIES.values() if not family.unverified]
-    titles = [family.title for family in families if family.name in taken]
-    return ", ".join(dict.fromkeys(titles))
-
-
 def check_strategy(strategy: str, family: Family) -> None:
     """Raise ValueError unless a strategy, or `auto`, decodes a family."""
     known = [name for name in TAKEN_BY if family.name in TAKEN_BY[name]]
@@ -376,9 +368,12 @@ def no_gaps(wanted: str, strategy: str, family: Family) -> str:
     full = sorted(name for name in FULL_ATTENTION if family.name in TAKEN_BY[name])
     if family.absolute_grid or not full:
         where = " from block to block" if family.absolute_grid else ""
+        taken = TAKEN_BY[SEMI_AUTOREGRESSIVE]
+        families = [family for family in FAMILIES.values() if not family.unverified]
+        titles = [family.title for family in families if family.name in taken]
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
-            f"causally{where}. Models that can: {titles_of(SEMI_AUTOREGRESSIVE)}."
+            f"causally{where}. Models that can: {', '.join(dict.fromkeys(titles))}."
         )
     if strategy in FULL_ATTENTION:
         return ""

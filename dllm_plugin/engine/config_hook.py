@@ -130,7 +130,11 @@ class DiffusionConfigHook(VerifyAndUpdateConfig):
 
         Raises ValueError with one sentence for options that are wrong or cannot be honoured.
         """
-        written = _written_options(vllm_config)
+        written = _additional(vllm_config).get("dllm", {})
+        if not isinstance(written, dict):
+            raise ValueError(
+                f"additional_config['dllm'] must be a dictionary, got {written!r}."
+            )
         if builtin_models.serves(vllm_config, bool(written)):
             return
         _refuse(vllm_config)
@@ -226,7 +230,11 @@ def _apply(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     set_causal_backend(vllm_config)
     set_graph_backend(vllm_config)
     _warn_of_clipped_keys(vllm_config)
-    _keep_step_times(vllm_config, config)
+    chosen = config.method.floats or config.draft_rows
+    if chosen and vllm_config.parallel_config.worker_cls == WORKER:
+        # Workers that choose widths read the path here.
+        path = {KEY: str(path_for(vllm_config, config))}
+        vllm_config.additional_config = _additional(vllm_config) | path
 
 
 class LeftToRightRefusal(VerifyAndUpdateConfig):
@@ -325,27 +333,6 @@ def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
             f"{type(given).__name__}."
         )
     return given
-
-
-def _written_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the ``dllm`` options as the user wrote them."""
-    options = _additional(vllm_config).get("dllm", {})
-    if not isinstance(options, dict):
-        raise ValueError(
-            f"additional_config['dllm'] must be a dictionary, got {options!r}."
-        )
-    return options
-
-
-def _keep_step_times(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Store the path of the step times for workers if they choose widths."""
-    chosen = config.method.floats or config.draft_rows
-    if chosen and vllm_config.parallel_config.worker_cls == WORKER:
-        path = path_for(vllm_config, config)
-        vllm_config.additional_config = {
-            **_additional(vllm_config),
-            KEY: str(path),
-        }
 
 
 # Names that `--model-impl transformers` gives to architectures.

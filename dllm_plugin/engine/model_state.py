@@ -156,13 +156,6 @@ class DiffusionModelState(ModelState):
         rows_T = (~stores_R).repeat_interleave(lengths_R, output_size=count)
         rows_T1[:count, 0] = rows_T.to(rows_T1.dtype)
 
-    def _find_starts(self, batch: InputBatch) -> None:
-        """Write where canvases start, which the last stage does as it commits tokens."""
-        canvases = count_canvases(batch)
-        lengths_R = batch.query_start_loc[: canvases + 1].diff()
-        starts_R = (batch.seq_lens[:canvases] - lengths_R).to(torch.int64)
-        self.states.start_N[batch.idx_mapping[:canvases]] = starts_R
-
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -179,7 +172,11 @@ class DiffusionModelState(ModelState):
             self.sampler.request_logits(input_batch)
             self.sampler.trust_block_cache(input_batch, slot_mappings)
         elif self.config.method.causal:
-            self._find_starts(input_batch)
+            # The last stage writes where canvases start as it commits tokens.
+            canvases = count_canvases(input_batch)
+            lengths_R = input_batch.query_start_loc[: canvases + 1].diff()
+            starts_R = (input_batch.seq_lens[:canvases] - lengths_R).to(torch.int64)
+            self.states.start_N[input_batch.idx_mapping[:canvases]] = starts_R
         groups = KVGroups(
             self.states.max_model_len,
             input_batch.positions,

@@ -130,7 +130,11 @@ class Network:
         count = least if most is None else most
         copies = [self._copy(part) for _ in range(count)]
         if most is None:
-            return self.sequence([*copies, self._star(part)])
+            whole = Part(self.add_node(), self.add_node())
+            self.skip(whole.start, part.start)
+            self.skip(part.end, whole.start)
+            self.skip(whole.start, whole.end)
+            return self.sequence([*copies, whole])
         end = self.add_node()
         for i in range(least, count):
             # A node of its own: a loop inside the part may lead back to its first one.
@@ -139,13 +143,6 @@ class Network:
             self.skip(entry, end)
             copies[i] = Part(entry, copies[i].end)
         return self.sequence([*copies, Part(end, end)])
-
-    def _star(self, part: Part) -> Part:
-        whole = Part(self.add_node(), self.add_node())
-        self.skip(whole.start, part.start)
-        self.skip(part.end, whole.start)
-        self.skip(whole.start, whole.end)
-        return whole
 
     def _copy(self, part: Part) -> Part:
         """Copy the nodes of a part, which calls rules and lies in none."""

@@ -126,7 +126,13 @@ class Text:
         room = self.max_model_len - len(self.prompt)
         self.max_tokens = min(self.max_tokens, room)
         self.steps = self.rules.steps or self._default_steps()
-        self.starts = self._block_starts()
+        start, size = len(self.prompt), self.block_length
+        low = start - start % size if self.rules.on_grid else start
+        blocks = -(-(start + self.max_tokens - low) // size)
+        end = min(low + blocks * size, self.max_model_len)
+        if self.rules.exact_end:
+            end = start + self.max_tokens
+        self.starts = [*range(low, end, size), end]
 
     def _default_steps(self) -> int:
         # Dream's own loop releases positions step by step; by default all at once.
@@ -135,15 +141,6 @@ class Text:
         if self.model.shift and own_loop and self.rules.policy == "threshold":
             return 1
         return self.block_length
-
-    def _block_starts(self) -> list[int]:
-        start, size = len(self.prompt), self.block_length
-        low = start - start % size if self.rules.on_grid else start
-        blocks = -(-(start + self.max_tokens - low) // size)
-        end = min(low + blocks * size, self.max_model_len)
-        if self.rules.exact_end:
-            end = start + self.max_tokens
-        return [*range(low, end, size), end]
 
     @property
     def num_blocks(self) -> int:

@@ -63,7 +63,10 @@ class VerifyWorker:
             worker: Any = self
             model = worker.get_model()
             model.register_forward_hook(self._note_forward, with_kwargs=True)
-            for layer in embedding_and_layers(model):
+            inner, name = model.model, "embed_tokens"
+            if "word_embeddings" in dict(inner.named_children()):
+                name = "word_embeddings"
+            for layer in [inner.get_submodule(name), *inner.layers]:
                 layer.register_forward_hook(self._note_layer)
             self.hooked = True
 
@@ -130,14 +133,6 @@ class VerifyWorker:
                 logits = logits[:, : model.config.vocab_size]
             if logits is not None:
                 yield from zip(some, logits.float(), strict=True)
-
-
-def embedding_and_layers(model: Any) -> list[nn.Module]:
-    """Return the modules whose outputs are the hidden states, in order."""
-    inner, name = model.model, "embed_tokens"
-    if "word_embeddings" in dict(inner.named_children()):
-        name = "word_embeddings"
-    return [inner.get_submodule(name), *inner.layers]
 
 
 EXTENSION = f"{__name__}.{VerifyWorker.__name__}"

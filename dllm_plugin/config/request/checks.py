@@ -303,7 +303,14 @@ def check_fits(
     """Raise VLLMValidationError if a forward of the request could never be scheduled."""
     if not config.method.full_attention:
         if not (config.method.splits_prompt or config.method.causal):
-            _check_page(vllm_config, request)
+            cache = vllm_config.cache_config
+            if shares_pages(vllm_config) and cache.block_size % request.block_length:
+                raise VLLMValidationError(
+                    f"dllm_block_length {request.block_length} does not divide a page of "
+                    f"{cache.block_size} tokens, so prefix caching would not be exact: choose "
+                    "another length or start with --no-enable-prefix-caching.",
+                    parameter="dllm_block_length",
+                )
         return
     context = vllm_config.model_config.max_model_len
     if request.template is not None:
@@ -323,18 +330,6 @@ def check_fits(
     blocks = -(-(end - prompt_len) // request.block_length)
     positions = min(prompt_len + blocks * request.block_length, context)
     _check_room(vllm_config, positions, 2 if request.cfg_scale > 0 else 1)
-
-
-def _check_page(vllm_config: VllmConfig, request: RequestArguments) -> None:
-    """Raise VLLMValidationError for blocks that a cached page would cut."""
-    cache = vllm_config.cache_config
-    if shares_pages(vllm_config) and cache.block_size % request.block_length:
-        raise VLLMValidationError(
-            f"dllm_block_length {request.block_length} does not divide a page of "
-            f"{cache.block_size} tokens, so prefix caching would not be exact: choose another "
-            "length or start with --no-enable-prefix-caching.",
-            parameter="dllm_block_length",
-        )
 
 
 def _check_room(vllm_config: VllmConfig, positions: int, copies: int) -> None:

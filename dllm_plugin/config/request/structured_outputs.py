@@ -143,11 +143,6 @@ def no_automaton(
         return refusal
     if "editing_threshold" in config.method.policies[asked.policy].reads:
         return f"policy {asked.policy!r} replaces decided tokens: choose another one"
-    return _filters(params, asked)
-
-
-def _filters(params: SamplingParams, asked: RequestArguments) -> str:
-    """Return which of vLLM's filters or of our arguments an automaton cannot apply."""
     filters = {"top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
     words = "single tokens, not texts: leave"
     for name, off in filters.items():

@@ -96,18 +96,14 @@ class AdaptiveScheduler(LoadScheduler):
         del self._spec_token_placeholders[self._width :]
         for req_id in output.num_scheduled_tokens.keys() & self._own:
             in_step = req_id in output.scheduled_spec_decode_tokens
-            self._take_own_width(req_id, in_step)
-
-    def _take_own_width(self, req_id: str, in_step: bool) -> None:
-        """Set the number of drafts of a request that has a schedule."""
-        record = self.records[req_id]
-        request = self.requests[req_id]
-        widths = record.asked.schedule
-        assert widths is not None
-        record.forwards += in_step
-        if request.spec_token_ids:  # empty before the last chunk of a prompt
-            width = widths[min(record.forwards, len(widths) - 1)]
-            request.spec_token_ids = [-1] * width
+            record = self.records[req_id]
+            request = self.requests[req_id]
+            widths = record.asked.schedule
+            assert widths is not None
+            record.forwards += in_step
+            if request.spec_token_ids:  # empty before the last chunk of a prompt
+                width = widths[min(record.forwards, len(widths) - 1)]
+                request.spec_token_ids = [-1] * width
 
     def _record_start(self, req_id: str, cached_tokens: int) -> None:
         """Do nothing: counts record widths instead."""

@@ -202,7 +202,13 @@ class VerifiedRows(StagedChecks):
 
     def start_step(self, step: Step) -> None:
         """Add a restricted row for each place that a grammar knows."""
-        self._decided = self._decisions(step.slots_np)
+        payload = self.payload
+        assert payload is not None
+        row_np = self._index(step.slots_np)
+        columns = np.stack([row_np, payload.settled_G, payload.forced_G])
+        staged = columns[:, row_np != NO_ROW]
+        row_G, settled_G, forced_G = self.upload(staged)  # settled counts, forced ids
+        self._decided = row_G, settled_G, forced_G
         owner_np, keep_np = self._owners(step.slots_np)
         if not len(owner_np):
             return
@@ -277,13 +283,3 @@ class VerifiedRows(StagedChecks):
         staged = np.stack([owner_np, payload.place_X[keep_np]])
         row_X, place_X = self.upload(staged)
         return row_X, place_X, self.upload(payload.allowed_XW[keep_np])
-
-    def _decisions(self, slots_np: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row, settled count and forced id of the step's requests, on the device."""
-        payload = self.payload
-        assert payload is not None
-        row_np = self._index(slots_np)
-        columns = np.stack([row_np, payload.settled_G, payload.forced_G])
-        staged = columns[:, row_np != NO_ROW]
-        row_G, settled_G, forced_G = self.upload(staged)
-        return row_G, settled_G, forced_G
