@@ -21,9 +21,10 @@ from dllm_plugin.commands.installation import installation
 from dllm_plugin.commands.models import check_model, resolve
 from dllm_plugin.commands.options import (
     Parser,
+    add_count,
     add_memory_share,
     add_model,
-    positive,
+    add_value,
 )
 
 LIMIT, VERIFIED = 100, 3
@@ -54,22 +55,14 @@ class Part:
 
 def build_parser() -> Parser:
     """Build the parser of the command."""
-    parser = Parser(
-        prog="diffuplug report",
-        description="Write one file about a checkpoint on this machine.",
-    )
+    words = "Write one file about a checkpoint on this machine."
+    parser = Parser(prog="diffuplug report", description=words)
     add_model(parser)
-    parser.add_argument(
-        "--questions",
-        metavar="FILE",
-        help="JSON lines with question and answer (default: word problems)",
-    )
-    parser.add_argument(
-        "--limit", type=positive, default=LIMIT, help=f"of questions (default: {LIMIT})"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="file (default: report-MODEL.md in this folder)"
-    )
+    words = "JSON lines with question and answer (default: word problems)"
+    add_value(parser, "--questions", "FILE", words)
+    add_count(parser, "--limit", f"of questions (default: {LIMIT})", default=LIMIT)
+    words = "file (default: report-MODEL.md in this folder)"
+    add_value(parser, "--output", "FILE", words, type=Path)
     add_memory_share(parser)
     return parser
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from diffuplug_bench.settings import (
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_decoding, check_model
-from dllm_plugin.commands.options import add_model
+from dllm_plugin.commands.options import add_model, flag_of
 
 FIXED_WIDTHS = "2,4,8,16,32"
 MAP_WIDTHS = "1,2,3,4,6,8,12,16,24,32"
@@ -36,149 +36,98 @@ def add_modes(modes: Any) -> None:
     for mode, text in MODES.items():
         parser = modes.add_parser(mode, help=text)
         _add_model(parser, mode)
-        _add_grid(parser, mode)
+        add = parser.add_argument
+        _add_grid(add, mode)
         if mode in ("step", "all"):
-            _add_step(parser)
+            add("--context", type=int, help="default: 1024; of a checkpoint 256")
+            add("--profile", action="store_true", help="where a step's time goes")
         if mode not in ("step", MAP):
-            _add_served(parser, mode)
-        _add_engine(parser, mode)
+            _add_served(add, mode)
+        _add_engine(add, mode)
         if mode == ADAPTIVE:
-            _add_adaptive(parser)
+            _add_adaptive(add)
         if mode == MAP:
-            _add_map(parser)
+            add("--contexts", default=MAP_CONTEXTS, help="tokens of each request")
+            text = "to choose from, beside the canvas"
+            add("--widths", default=MAP_WIDTHS, help=text)
+            add("--acceptance", help="p0:lambda (default: 0.9:2.5)")
+            add("--picture", type=Path, help="draw the map as a PNG")
 
 
 def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
-    parser.add_argument(
-        "--shapes",
-        choices=SHAPES,
-        required=mode == WATCHED,
-        help="dummy weights of these shapes",
-    )
+    add = parser.add_argument
+    text = "dummy weights of these shapes"
+    add("--shapes", choices=SHAPES, required=mode == WATCHED, help=text)
     if mode not in (WATCHED, MAP):
         add_model(parser)
-        parser.add_argument("--threshold", type=float, help="with a checkpoint")
-        parser.add_argument("--lora-path", help="D2F adapter of --model")
+        add("--threshold", type=float, help="with a checkpoint")
+        add("--lora-path", help="D2F adapter of --model")
         baselines = f"baselines: {','.join(BASELINES)}"
-        parser.add_argument(
-            "--vs", dest="versus", type=_names, default=(), help=baselines
-        )
+        add("--vs", dest="versus", type=_names, default=(), help=baselines)
     strategies = ", ".join([*MEASURED, *(DRAFTS if mode == ADAPTIVE else ())])
-    parser.add_argument(
-        "--strategy",
-        help=f"{strategies} (default: block_diffusion; with an adapter d2f)",
-    )
+    text = f"{strategies} (default: block_diffusion; with an adapter d2f)"
+    add("--strategy", help=text)
 
 
-def _add_grid(parser: argparse.ArgumentParser, mode: str) -> None:
+def _add_grid(add: Callable[..., Any], mode: str) -> None:
     if mode != "latency":
-        parser.add_argument(
-            "--requests", type=numbers, default=(1,), help="at once: 1,16,64"
-        )
+        add("--requests", type=numbers, default=(1,), help="at once: 1,16,64")
     if mode not in ("latency", MAP):
-        parser.add_argument(
-            "--max-positions", type=int, help="leave larger grid points out"
-        )
-    parser.add_argument(
-        "--canvas",
-        type=numbers,
-        help="positions: 32,128 (default: 32, d2f 128, full attention 256)",
-    )
+        add("--max-positions", type=int, help="leave larger grid points out")
+    text = "positions: 32,128 (default: 32, d2f 128, full attention 256)"
+    add("--canvas", type=numbers, help=text)
     if mode != MAP:
-        parser.add_argument(
-            "--block-length", type=int, help="default: 32, or half a canvas"
-        )
+        add("--block-length", type=int, help="default: 32, or half a canvas")
     if mode == WATCHED:
-        parser.add_argument(
-            "--watched", type=numbers, default=(1,), help="of the requests: 1,16"
-        )
+        add("--watched", type=numbers, default=(1,), help="of the requests: 1,16")
 
 
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--context", type=int, help="default: 1024; of a checkpoint 256"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="where a step's time goes"
-    )
-
-
-def _add_served(parser: argparse.ArgumentParser, mode: str) -> None:
+def _add_served(add: Callable[..., Any], mode: str) -> None:
     """Add the options of modes that serve whole requests."""
-    parser.add_argument(
-        "--input-len", type=int, help="default: 512; with a checkpoint, none"
-    )
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="requests after one another"
-    )
-    parser.add_argument("--tokens-per-forward", type=float, help="with --shapes")
+    add("--input-len", type=int, help="default: 512; with a checkpoint, none")
+    add("--output-len", type=int, default=256)
+    add("--rounds", type=int, default=3, help="requests after one another")
+    add("--tokens-per-forward", type=float, help="with --shapes")
     if mode != WATCHED:
-        parser.add_argument(
-            "--approximations",
-            type=_names,
-            default=(),
-            help=f"rows beside the usual ones, {':'.join(REFRESHES)}: 8:32:32",
-        )
+        text = f"rows beside the usual ones, {':'.join(REFRESHES)}: 8:32:32"
+        add("--approximations", type=_names, default=(), help=text)
 
 
-def _add_engine(parser: argparse.ArgumentParser, mode: str) -> None:
+def _add_engine(add: Callable[..., Any], mode: str) -> None:
     """Add the options that an engine gets as they are."""
-    parser.add_argument("--dtype", default="bfloat16", help="as in vLLM")
-    parser.add_argument("--enforce-eager", action="store_true", help="as in vLLM")
-    parser.add_argument("--gpu-memory-utilization", type=float, help="as in vLLM")
-    parser.add_argument("--kv-cache-memory-bytes", type=int, help="as in vLLM")
+    add("--dtype", default="bfloat16", help="as in vLLM")
+    add("--enforce-eager", action="store_true", help="as in vLLM")
+    add("--gpu-memory-utilization", type=float, help="as in vLLM")
+    add("--kv-cache-memory-bytes", type=int, help="as in vLLM")
     for name in ("--tensor-parallel-size", "--pipeline-parallel-size"):
-        parser.add_argument(name, type=int, default=1, help="as in vLLM")
-    parser.add_argument("--attention-backend", help="as in vLLM")
+        add(name, type=int, default=1, help="as in vLLM")
+    add("--attention-backend", help="as in vLLM")
     text = "as in vLLM, of plain vLLM too"
     form = f"; with --shapes also {W4A16}, stored so"
-    parser.add_argument("--quantization", help=text + form)
-    parser.add_argument("--kv-cache-dtype", help=text)
-    parser.add_argument("--head-quantization", help=DECODE_OPTION)
-    parser.add_argument(
-        "--compilation-config", type=_json, help="a JSON object, as in vLLM"
-    )
+    add("--quantization", help=text + form)
+    add("--kv-cache-dtype", help=text)
+    add("--head-quantization", help=DECODE_OPTION)
+    add("--compilation-config", type=_json, help="a JSON object, as in vLLM")
     for name in ("--compile-step", "--vocab-parallel"):
-        parser.add_argument(
-            name, action=argparse.BooleanOptionalAction, help=DECODE_OPTION
-        )
-    parser.add_argument("--commit-alone-from", type=int, help=DECODE_OPTION)
-    parser.add_argument("--kv-cache-layout", help=DECODE_OPTION)
+        add(name, action=argparse.BooleanOptionalAction, help=DECODE_OPTION)
+    add("--commit-alone-from", type=int, help=DECODE_OPTION)
+    add("--kv-cache-layout", help=DECODE_OPTION)
     if mode != MAP:
+        text = f"{DECODE_OPTION}, under full attention"
         for name in REFRESHES:
-            option = f"--{name.replace('_', '-')}"
-            text = f"{DECODE_OPTION}, under full attention"
-            parser.add_argument(option, type=int, help=text)
-    parser.add_argument("--seed", type=int, default=0)
+            add(flag_of(name), type=int, help=text)
+    add("--seed", type=int, default=0)
 
 
-def _add_adaptive(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--adaptive", default="throughput", help=f"{DECODE_OPTION}; off: blocks"
-    )
-    parser.add_argument("--min-window", type=int, help=DECODE_OPTION)
-    parser.add_argument(
-        "--widths", help=f"fixed widths too, or none (default: {FIXED_WIDTHS})"
-    )
-    parser.add_argument(
-        "--acceptance",
-        help="with --shapes, p0:lambda (default: 0.9:2.5), or tokens a round: 2,4,6",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="of drafts: where a step's time goes"
-    )
-
-
-def _add_map(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--contexts", default=MAP_CONTEXTS, help="tokens of each request"
-    )
-    parser.add_argument(
-        "--widths", default=MAP_WIDTHS, help="to choose from, beside the canvas"
-    )
-    parser.add_argument("--acceptance", help="p0:lambda (default: 0.9:2.5)")
-    parser.add_argument("--picture", type=Path, help="draw the map as a PNG")
+def _add_adaptive(add: Callable[..., Any]) -> None:
+    add("--adaptive", default="throughput", help=f"{DECODE_OPTION}; off: blocks")
+    add("--min-window", type=int, help=DECODE_OPTION)
+    text = f"fixed widths too, or none (default: {FIXED_WIDTHS})"
+    add("--widths", help=text)
+    text = "with --shapes, p0:lambda (default: 0.9:2.5), or tokens a round: 2,4,6"
+    add("--acceptance", help=text)
+    text = "of drafts: where a step's time goes"
+    add("--profile", action="store_true", help=text)
 
 
 def numbers(text: str) -> tuple[int, ...]:
