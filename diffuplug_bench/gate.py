@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from dllm_plugin.reference.rules import Rules
 
 PROBLEMS = 4
-SINGLE_BLOCK_FROM = (
-    PROBLEMS - 1
-)  # requests at once from which a step computes one block of each
+# Requests at once from which a step computes one block of each.
+SINGLE_BLOCK_FROM = PROBLEMS - 1
 BLOCKS = 2
 LEAST_TOKENS = 64
 CONTEXT = 512
@@ -248,7 +247,6 @@ def _decode_engine(
     ]
     stop_engine(llm)
     if not is_given:
-        del os.environ[
-            "TRITON_F32_DEFAULT"
-        ]  # the measurement runs as it would without a gate
+        # The measurement runs as it would without a gate.
+        del os.environ["TRITON_F32_DEFAULT"]
     return runs, chosen

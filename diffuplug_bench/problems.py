@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from diffuplug_bench.word_problems.generator import Problem, extract_answer
-from dllm_plugin.commands.offline import conversation
+from dllm_plugin.commands.offline import prompt_of
 
 NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
 NO_ACCURACY = "not measured: the checkpoint has no chat template to put a problem in"
@@ -13,18 +13,7 @@ NO_ACCURACY = "not measured: the checkpoint has no chat template to put a proble
 
 def problem_prompts(tokenizer: Any, problems: list[Problem]) -> list[list[int]]:
     """Return prompts of word problems, as chats if the checkpoint has a chat template."""
-    prompts = []
-    for item in problems:
-        text = item.question
-        if tokenizer.chat_template is not None:
-            chat = conversation(text)
-            text = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, tokenize=False
-            )
-            prompts.append(tokenizer.encode(text, add_special_tokens=False))
-        else:
-            prompts.append(tokenizer.encode(text))
-    return prompts
+    return [prompt_of(tokenizer, item.question) for item in problems]
 
 
 def score(

@@ -44,38 +44,37 @@ EXPONENT_BIAS = 127
 class BenchWorker:
     """Extend the worker of every rank; its own methods have other names."""
 
+    device: torch.device
+    get_model: Any
+    model_runner: Any
     share: Tensor | None = None  # the probability that a draft is accepted
 
     def fill_weights(self, seed: int) -> None:
         """Fill the model; same seed on all ranks, as some weights (routers) are replicated."""
-        worker: Any = self
-        fill(worker.get_model(), seed)
+        fill(self.get_model(), seed)
 
     def accept(self, p0: float, lam: float, seed: int) -> None:
         """Accept masks by random numbers, the same on all ranks, in place of confidences."""
-        worker: Any = self
-        decider = worker.model_runner.model_state.sampler.decider
-        decider.policy_rules["threshold"] = random_rule(p0, lam, seed, worker.device)
+        decider = self.model_runner.model_state.sampler.decider
+        decider.policy_rules["threshold"] = random_rule(p0, lam, seed, self.device)
 
     def accept_drafts(self, share: float, seed: int) -> None:
         """Accept each draft with a probability, in place of what the model predicts."""
-        worker: Any = self
-        decider = worker.model_runner.model_state.sampler.decider
-        method = worker.model_runner.model_state.config.method
-        if worker.share is None:
-            worker.share = torch.zeros((), device=worker.device)
+        decider = self.model_runner.model_state.sampler.decider
+        method = self.model_runner.model_state.config.method
+        if self.share is None:
+            self.share = torch.zeros((), device=self.device)
             if method.accept is None:  # a window, whose masks take their tokens
-                rule = random_run(worker.share, seed)
+                rule = random_run(self.share, seed)
                 decider.policy_rules[method.default_policy] = rule
             else:
-                decider.accept = random_accept(method.accept, worker.share, seed)
-        worker.share.fill_(share)
+                decider.accept = random_accept(method.accept, self.share, seed)
+        self.share.fill_(share)
 
     def reset_peak_bytes(self) -> int:
         """Reset the peak of allocated memory and return what is allocated now. CUDA only."""
-        worker: Any = self
-        torch.cuda.reset_peak_memory_stats(worker.device)
-        return torch.cuda.memory_allocated(worker.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
 
     def time_steps(
         self, requests: list[int], widths: list[int], contexts: list[int]
@@ -83,21 +82,18 @@ class BenchWorker:
         """Return (requests, width, context of each, ms) of every combination that fits a step."""
         from diffuplug_bench.adaptive.uniform_steps import time_steps
 
-        worker: Any = self
-        return time_steps(worker.model_runner, requests, widths, contexts)
+        return time_steps(self.model_runner, requests, widths, contexts)
 
     def time_gemms(self, positions: list[int], most: tuple[int, int] | None) -> "Times":
         """Return the times of the GEMMs of this rank's model, as of `floor.time_gemms`."""
         from diffuplug_bench.step.engine_gemms import time_model
         from diffuplug_bench.step.floor import Wanted
 
-        worker: Any = self
-        return time_model(worker.get_model(), Wanted(tuple(positions), most))
+        return time_model(self.get_model(), Wanted(tuple(positions), most))
 
     def peak_bytes(self) -> int:
         """Return the peak of allocated memory since `reset_peak_bytes`."""
-        worker: Any = self
-        return torch.cuda.max_memory_allocated(worker.device)
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 EXTENSION = f"{__name__}.{BenchWorker.__name__}"

@@ -161,7 +161,13 @@ def _timed(make: Make, counts: Iterable[int], device: torch.device) -> Timed:
     for count in counts:
         run, work = make(count)
         if device.type == "cuda":
-            run = _as_graph(run)
+            run()  # before the capture, cuBLAS chooses kernels and allocates its workspace
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # a capture cannot take what earlier graphs had
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            run = graph.replay
         milliseconds = 1e3 * _seconds(run, device)
         found.append((count, milliseconds, work / milliseconds / 1e9))
     return found
@@ -263,16 +269,6 @@ def _experts_hit(sizes: Sizes, count: int) -> tuple[int, int]:
     missed = (1 - sizes.experts_per_token / sizes.experts) ** count
     hit = max(1, round(sizes.experts * (1 - missed)))
     return hit, -(-count * sizes.experts_per_token // hit)
-
-
-def _as_graph(run: Callable[[], Any]) -> Callable[[], Any]:
-    run()  # before the capture, cuBLAS chooses kernels and allocates its workspace
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # a capture cannot take what earlier graphs had
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

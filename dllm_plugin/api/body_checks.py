@@ -17,9 +17,6 @@ from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.exception_handling.error_response import (
-    create_error_response,
-)
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -27,6 +24,8 @@ from dllm_plugin.config.options import REQUEST_PREFIX
 from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
 from dllm_plugin.config.validation import check_depth, did_you_mean, shown
+
+from .answers import refusal
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
@@ -90,9 +89,7 @@ class BodyChecks:
             if GRAMMARS.search(body):
                 check_grammars(body, _verifier(scope["app"].state))
         except ValueError as error:
-            reply = create_error_response(
-                str(error), "BadRequestError", HTTPStatus.BAD_REQUEST
-            )
+            reply = refusal(str(error))
             response = JSONResponse(reply.model_dump(), status_code=reply.error.code)
             await response(scope, receive, send)
             return

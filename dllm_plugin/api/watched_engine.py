@@ -88,7 +88,8 @@ def counts_of(
     sent = completion.spec_decode_metrics
     if sent is None:  # aborted before the engine answered
         return None
-    computed, mode = unpack_positions(sent), None
+    computed = unpack_positions(sent)
+    mode = None
     widths = unpack_widths(sent)
     if widths is None:
         cached, mode = unpack_start(sent)
@@ -96,7 +97,8 @@ def counts_of(
         cached = max(0, prompt_tokens - (computed - sum(widths)))
     wasted = computed - (prompt_tokens - cached) - tokens
     grammar = None if mode is None else GRAMMAR_MODES[mode]
-    forwards, wasted = sum(sent.histogram), max(wasted, 0)
+    forwards = sum(sent.histogram)
+    wasted = max(wasted, 0)
     return Counts(forwards, tokens, computed, wasted, grammar, unpack_drafts(sent))
 
 

@@ -232,7 +232,8 @@ class SegmentFlashImpl(FlashAttentionImpl):
         Without a cascade keys come back as they were: attention reads the cache.
         """
         assert self.rotation is not None and metadata.positions is not None
-        dtype, scales = query.dtype, None
+        dtype = query.dtype
+        scales = None
         if is_quantized_kv_cache(self.kv_cache_dtype):
             # Read in every forward: loading weights replaces scales of heads.
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)

@@ -59,7 +59,8 @@ def captured_floating(
     Every request computes as many positions; those of the padding compute and see nothing. Returns
     where sequences begin on the host, as if nothing were decided.
     """
-    canvases, num_tokens = batch.num_reqs, batch.num_tokens
+    canvases = batch.num_reqs
+    num_tokens = batch.num_tokens
     width, rest = divmod(num_tokens, canvases)
     assert not rest, f"{num_tokens} tokens of {canvases} requests are no uniform step."
     per_canvas = len(seq_lens) // batch.num_reqs_after_padding

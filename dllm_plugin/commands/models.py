@@ -344,16 +344,12 @@ def _fetched(name: str) -> Path:
         ) from None
     if isinstance(cached, str):
         return Path(cached)
+    absent = f"there is no folder {name}, and the hub's cache holds no such model"
+    hub = f"the hub ({constants.ENDPOINT})"
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            f"there is no folder {name}, and the hub's cache holds no such model; "
-            "HF_HUB_OFFLINE keeps it from being fetched"
-        )
+        raise ValueError(f"{absent}; HF_HUB_OFFLINE keeps it from being fetched")
     if not _reachable(constants.ENDPOINT):
-        raise ValueError(
-            f"there is no folder {name}, the hub's cache holds no such model, and the "
-            f"hub ({constants.ENDPOINT}) cannot be reached"
-        )
+        raise ValueError(f"{absent}; {hub} cannot be reached")
     try:
         return Path(hf_hub_download(name, CONFIG))
     except RepositoryNotFoundError:
@@ -362,10 +358,8 @@ def _fetched(name: str) -> Path:
             "you may read"
         ) from None
     except LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"there is no folder {name}, the hub's cache holds no such model, and the "
-            f"hub ({constants.ENDPOINT}) did not answer: {error.__cause__ or error}"
-        ) from None
+        why = error.__cause__ or error
+        raise ValueError(f"{absent}; {hub} did not answer: {why}") from None
 
 
 def _reachable(address: str) -> bool:

@@ -179,6 +179,16 @@ def conversation(question: str) -> "list[ChatCompletionMessageParam]":
     return [{"role": "user", "content": question}]
 
 
+def prompt_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a question in the chat template; without one, those of its text."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer.encode(text))
+    chat = tokenizer.apply_chat_template(
+        conversation(text), add_generation_prompt=True, tokenize=False
+    )
+    return list(tokenizer.encode(chat, add_special_tokens=False))
+
+
 def num_forwards(output: "RequestOutput") -> int:
     """Count the denoising forwards of a finished request: each is one entry of the histogram."""
     metrics = output.outputs[0].spec_decode_metrics

@@ -227,9 +227,9 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help=words)
 
 
-def check_word(option: str, word: str) -> None:
+def check_word(option: str, word: str, known: Sequence[str] | None = None) -> None:
     """Raise ValueError for a word of an option that the installed vLLM does not know."""
-    known = words_of(option)
+    known = words_of(option) if known is None else known
     if known and word not in known:
         raise ValueError(
             f"{option} {word} is unknown to vLLM{did_you_mean(word, known)}; known: "

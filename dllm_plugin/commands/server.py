@@ -36,7 +36,7 @@ from dllm_plugin.decoding.families import FAMILIES
 
 from .interrupts import INTERRUPTED, TERMINATED, Interrupts, end_now
 from .models import architecture_of, read_config, why_unserved
-from .options import flag_of
+from .options import check_word, flag_of
 from .phases import end_start, is_quiet, quieten, start_log
 from .server_end import CUT, DIED, POLL_SECONDS, End
 
@@ -123,12 +123,8 @@ def check_parsers(args: argparse.Namespace) -> None:
         ("tool_call_parser", ToolParserManager),
         ("reasoning_parser", ReasoningParserManager),
     ):
-        name, known = getattr(args, option), manager.list_registered()
-        if name and name not in known:
-            raise ValueError(
-                f"{flag_of(option)} {name} is unknown to vLLM{did_you_mean(name, known)}; "
-                f"known: {', '.join(known)}"
-            )
+        if name := getattr(args, option):
+            check_word(flag_of(option), name, manager.list_registered())
 
 
 def refuse_unknown(model: str) -> None:

@@ -75,7 +75,8 @@ class End:
 
     async def cut_streams(self) -> None:
         """Cut streams shortly before vLLM kills the engine, whose end would be their error."""
-        loop, server = asyncio.get_running_loop(), self.state.server
+        loop = asyncio.get_running_loop()
+        server = self.state.server
         while not (server.should_exit or self.is_asked_for()):
             await asyncio.sleep(POLL_SECONDS)
         end = loop.time() + self.state.vllm_config.shutdown_timeout - KILL_SECONDS

@@ -53,7 +53,8 @@ def check_floating(options: Options, strategy: str) -> None:
 
     if options.min_window is not None and options.max_window is not None:
         _check_order(options.min_window, options.max_window)
-    narrowest, canvas = options.min_window or 0, options.canvas_length
+    narrowest = options.min_window or 0
+    canvas = options.canvas_length
     if canvas is not None and narrowest > canvas:
         raise ValueError(
             f"min_window {narrowest} is wider than canvas_length {canvas}: lower min_window or "

@@ -116,21 +116,17 @@ def choose_dtype(
     size = "the size of the weights is not known"
     if weights is not None:
         why = "float32 does not fit"
-        size = _too_large(weights, memory)
+        gib = 1 << 30
+        kv = memory.kv_least if memory.kv_asked is None else memory.kv_asked
+        size = (
+            f"float32 needs {weights / gib:.1f} GiB beside a KV cache of {kv / gib:.1f}, and vLLM "
+            f"may use {memory.share:g} of {memory.total / gib:.1f} (gpu_memory_utilization)"
+        )
     line = (
         f"dtype stays {kept} although {NO_UNITS}: {COST}. {size}: --dtype float32 takes it "
         "all the same."
     )
     return DtypeChoice(stored, f"{why}, and {NO_UNITS}", line)
-
-
-def _too_large(weights: int, memory: Memory) -> str:
-    gib = 1 << 30
-    kv = memory.kv_least if memory.kv_asked is None else memory.kv_asked
-    return (
-        f"float32 needs {weights / gib:.1f} GiB beside a KV cache of {kv / gib:.1f}, and vLLM may "
-        f"use {memory.share:g} of {memory.total / gib:.1f} (gpu_memory_utilization)"
-    )
 
 
 logger = init_logger("vllm.dllm_plugin")

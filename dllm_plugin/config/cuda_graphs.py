@@ -47,7 +47,8 @@ def capture_sizes(
         return [size for size in ANY_SIZE if size <= max_num_tokens]
     # The scheduler keeps room for a whole canvas of every running request.
     most = min(max_num_seqs, max_num_tokens // config.canvas_length)
-    counts, alone = _counts(most), config.commit_alone_from
+    counts = _counts(most)
+    alone = config.commit_alone_from
     sizes = {n * config.canvas_length for n in counts}
     if alone:
         sizes |= {n * config.block_length for n in counts if n >= alone}

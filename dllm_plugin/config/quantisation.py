@@ -45,7 +45,8 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
 
 def is_packed(stored: dict[str, Any]) -> bool:
     """Return whether a checkpoint packs weights of 4 bits, by its `quantization_config`."""
-    method, form = stored.get("quant_method"), stored.get("format")
+    method = stored.get("quant_method")
+    form = stored.get("format")
     return method in ("gptq", "awq") or form == "pack-quantized"
 
 

@@ -89,7 +89,8 @@ def shares_pages(vllm_config: VllmConfig) -> bool:
 
 def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Raise ValueError unless the connector moves only pages that other requests can use."""
-    name, method = connector_of(vllm_config), config.method
+    name = connector_of(vllm_config)
+    method = config.method
     if name is None:
         return
     given = f"kv_connector {name} cannot be combined with"

@@ -24,12 +24,10 @@ class Family:
     threshold: float = 0.9  # confidence that its authors ask for
     # Of checkpoints whose cards ask for another threshold: pattern of their names, threshold.
     thresholds: tuple[tuple[str, float], ...] = ()
-    sub_block_length: int | None = (
-        None  # positions that are decoded at a time within a block
-    )
-    edits_pattern: str | None = (
-        None  # names of its checkpoints that were trained to edit
-    )
+    # Positions that are decoded at a time within a block.
+    sub_block_length: int | None = None
+    # Names of its checkpoints that were trained to edit.
+    edits_pattern: str | None = None
     names: str = ""  # pattern of checkpoints that have the default block length
     # What its chat template is given unless a request sets it.
     template_defaults: tuple[tuple[str, bool], ...] = ()

@@ -106,7 +106,8 @@ class _Walk:
         """Return the ids that may follow a state, by their places, and the states after them."""
         place_T = np.arange(len(self.ids))
         found: list[tuple[np.ndarray, np.ndarray]] = []
-        at_T, depth = np.full(len(place_T), state, dtype=np.int32), 0
+        at_T = np.full(len(place_T), state, dtype=np.int32)
+        depth = 0
         while len(place_T):
             at_T = self.next_SB[at_T, self.text[self.start_T[place_T] + depth]]
             depth += 1
@@ -231,7 +232,8 @@ class Guide:
 
     def follow(self, state: int, ids: Sequence[int]) -> list[int]:
         """Return the state after each id; DEAD after ids that the automaton does not know."""
-        states, class_V = [], self.automaton.class_V
+        states = []
+        class_V = self.automaton.class_V
         for token in ids:
             is_known = state >= START and 0 <= token < len(class_V)
             kind = int(class_V[token]) if is_known else UNUSABLE

@@ -247,7 +247,8 @@ class GrammarState:
 
     def _close(self, ids: list[int], limits: Limits) -> list[int] | None:
         """Return a closing after ids: the guide's, the rest of the known one, or another."""
-        room, place = self.left - len(ids), self._place_after(ids)
+        room = self.left - len(ids)
+        place = self._place_after(ids)
         found = self._guided(place, room)
         if found is None:
             found = self._rest(ids, room)

@@ -99,7 +99,8 @@ class VerifiedState(GrammarState):
         Only the closing may if it takes the rest of the budget. The last id is not checked by
         another forward, so it is the closing, too, or the stop token.
         """
-        room, closing = self.left - len(self._ids), self._closings[-1]
+        room = self.left - len(self._ids)
+        closing = self._closings[-1]
         if self.completes and (room == 1 or len(closing) == room):
             return self._bits([self._forced_id()])
         allowed = self._allowed().copy()

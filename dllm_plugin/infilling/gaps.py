@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dllm_plugin.config.options import FILL
 from dllm_plugin.config.request.arguments import end_of_gaps
-from dllm_plugin.config.validation import shown
+from dllm_plugin.config.validation import WholeNumber, shown
 
 # How many positions a gap has: one of these is chosen; none are named: any that fits.
 Lengths = tuple[int, ...]
@@ -132,10 +132,7 @@ def _of_draft(body: dict[str, Any], encode: Encode) -> list[Part]:
     slack = body.get("slack", 0)
     if not isinstance(draft, str):
         raise ValueError(f"draft must be text, got {shown(draft)}.")
-    if type(slack) is not int or slack < 0:
-        raise ValueError(
-            f"slack must be a whole number of at least 0, got {shown(slack)}."
-        )
+    WholeNumber(0)("slack", slack)
     parts: list[Part] = []
     at = 0
     for span in spans if isinstance(spans, list) else [spans]:

@@ -131,7 +131,8 @@ class LLaDA2MoeModelLM(DiffusionModel, BailingMoeV2ForCausalLM):
 
     def mixtures(self) -> list[Any]:
         """Return the mixtures of experts among this stage's layers."""
-        inner, found = self.model, []
+        inner = self.model
+        found = []
         for layer in inner.layers[inner.start_layer : inner.end_layer]:
             if isinstance(layer.mlp, BailingMoE):
                 found.append(layer.mlp)

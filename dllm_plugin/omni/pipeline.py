@@ -134,7 +134,8 @@ class DiffusersPipelineExecutor(Executor):
         self.pipe = pipe.to(self.device)
         self.pipe.set_progress_bar_config(disable=True)
         self.accepts = inspect.signature(self.pipe.__call__).parameters
-        self.schedulers, nested = [], False
+        self.schedulers = []
+        nested = False
         for name, component in vars(self.pipe).items():
             if isinstance(component, SchedulerMixin):
                 self.schedulers.append(name)

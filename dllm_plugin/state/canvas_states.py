@@ -191,17 +191,14 @@ class CanvasStates:
             return slot
         rows = tuple(table[slot].clone() for table in self._rows)
         if restarts:
-            rows = self._sent_run(rows)
+            # The block starts anew, but its leading tokens stay: they were sent.
+            start, ended, canvas, tail, *others = rows
+            sent = (canvas != self.mask_id).cumprod(dim=0) > 0
+            canvas, count = canvas.where(sent, self.mask_id), len(self._progress)
+            progress = map(torch.zeros_like, others[:count])
+            rows = start, ended, canvas, tail, *progress, *others[count:]
         self.preempted.keep(req_id, rows)
         return slot
-
-    def _sent_run(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Reset the block, but keep its leading tokens: they were sent."""
-        start, ended, canvas, tail, *others = rows
-        sent = (canvas != self.mask_id).cumprod(dim=0) > 0
-        canvas, count = canvas.where(sent, self.mask_id), len(self._progress)
-        progress = map(torch.zeros_like, others[:count])
-        return start, ended, canvas, tail, *progress, *others[count:]
 
     def apply_staged_writes(self) -> None:
         """Copy what `add_request` staged to the device."""

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from vllm import LLM
 from vllm.config import ModelConfig
 
-from dllm_plugin.commands.offline import conversation, stop_engine
+from dllm_plugin.commands.offline import prompt_of, stop_engine
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
 from dllm_plugin.decoding.families import FAMILIES
 
@@ -92,13 +92,7 @@ def _decode_by_engine(
 
 def _job(llm: LLM, config: DecodeConfig, text: str) -> Job:
     tokenizer: Any = llm.get_tokenizer()
-    if getattr(tokenizer, "chat_template", None) is not None:
-        text = tokenizer.apply_chat_template(
-            conversation(text), add_generation_prompt=True, tokenize=False
-        )
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        prompt = tokenizer.encode(text)
+    prompt = prompt_of(tokenizer, text)
     model_config = llm.llm_engine.model_config
     room = model_config.max_model_len - len(prompt)
     if room < 1:

@@ -59,7 +59,8 @@ def compare_first_forward(
 
     `exact` is what the second implementation computes in float32: `ours`, if it does so anyway.
     """
-    dtype, found = ours[0][0].dtype, []
+    dtype = ours[0][0].dtype
+    found = []
     positions = [p for p in sorted(theirs[1]) if p < stop]
     for rows in (*theirs[0], theirs[1]):
         found.append(torch.stack([rows[p] for p in positions]).float())

@@ -117,9 +117,8 @@ class RequestArguments(Numbers):
     block_length: int = resolved("block_length", WholeNumber(1))
     window: int | None = resolved("window")
     max_active_blocks: int = resolved("max_active_blocks", WholeNumber(1))
-    sub_block_length: int = resolved(
-        "sub_block_length", WholeNumber(1, MAX_STEPS)
-    )  # 0: blocks have none
+    # 0: blocks have none.
+    sub_block_length: int = resolved("sub_block_length", WholeNumber(1, MAX_STEPS))
     template: Template | None = argument(
         None,
         WholeNumbers("token ids, with -1 for a position to fill", -1),

@@ -272,7 +272,8 @@ def beside_stages(case: Case, name: str) -> str:
 
 def too_many_forwards(case: Case, name: str) -> str:
     """Return the limit that a request's forwards of a block exceed; empty if they do not."""
-    config, block = case.config, case.asked.block_length
+    config = case.config
+    block = case.asked.block_length
     if "block_length" not in case.given:
         block = max(block, config.block_length)
     engines = config.defaults.max_post_steps

@@ -63,7 +63,8 @@ def _without_effect(case: Case) -> Iterator[str]:
 
 def _is_read(case: Case, name: str) -> bool:
     """Return whether strategy and policy read a given argument, or it is off."""
-    known, method = ARGUMENTS[name], case.config.method
+    known = ARGUMENTS[name]
+    method = case.config.method
     if case.given[name] in known.off:
         return True
     if name in REQUEST_FIELDS:

@@ -211,7 +211,8 @@ class GrammarScheduler(ReportingScheduler):
         # Results in flight at a preemption may have been dropped.
         if request.num_tokens != num_tokens + emitted:
             return
-        config, tail = self.decode_config, 0
+        config = self.decode_config
+        tail = 0
         if config.family.absolute_grid:
             # The first block begins inside the prompt.
             tail = num_tokens % self.records[req_id].length

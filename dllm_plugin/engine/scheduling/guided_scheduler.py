@@ -39,26 +39,23 @@ class GuidedScheduler(DiffusionScheduler):
         super().add_request(request)
         asked = self.records[request.request_id].asked
         if asked.cfg_scale > 0 and not request.resumable:
-            hidden = self._hidden_request(request)
+            # The same, but its prompt becomes masks; it copies what the conditional one decides.
+            assert request.sampling_params is not None
+            params = request.sampling_params.clone()
+            params.logprobs = None
+            params.structured_outputs = None
+            hidden = Request(
+                request_id=pack_unconditional(request.request_id),
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=params,
+                pooling_params=None,
+                client_index=request.client_index,
+                arrival_time=request.arrival_time,
+                lora_request=request.lora_request,
+                priority=request.priority,
+            )
             self._unconditional.add(hidden.request_id)
             super().add_request(hidden)
-
-    def _hidden_request(self, request: Request) -> Request:
-        """Return the unconditional request: the same, but its prompt becomes masks."""
-        assert request.sampling_params is not None
-        params = request.sampling_params.clone()
-        params.logprobs = None
-        params.structured_outputs = None  # it copies what the conditional one decides
-        return Request(
-            request_id=pack_unconditional(request.request_id),
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=params,
-            pooling_params=None,
-            client_index=request.client_index,
-            arrival_time=request.arrival_time,
-            lora_request=request.lora_request,
-            priority=request.priority,
-        )
 
     def finish_requests(
         self, request_ids: Any, finished_status: RequestStatus

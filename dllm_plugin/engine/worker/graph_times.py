@@ -96,7 +96,8 @@ def time_graphs(
     runner: GPUModelRunner, descs: Iterable[BatchExecutionDescriptor], context: int
 ) -> Times:
     """Return the median ms of replays of each graph, with so much context for every request."""
-    manager, found = runner.cudagraph_manager, {}
+    manager = runner.cudagraph_manager
+    found = {}
     assert manager is not None
     for desc in descs:
         assert desc.num_reqs is not None and desc.uniform_token_count is not None
