@@ -10,6 +10,7 @@ from engines import (
     EngineRoom,
     forwards,
     generate,
+    one_of_each,
     params,
     token_ids,
 )
@@ -106,7 +107,8 @@ def trace(llm: Any, case: Case) -> tuple[Any, list[list[list[int]]]]:
 
 
 def alone_with_traces(llm: Any, model: str) -> None:
-    for case in cases_of(model):
+    """Decode one case of each setting."""
+    for case in one_of_each(cases_of(model), lambda case: case["settings"]):
         output, written = trace(llm, case)
         check(case, output)
         recorded = [sorted(one["new"]) for one in case["forwards"] if one["new"]]

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,14 @@ def streamed(llm: Any, prompt: list[int], wish: Any) -> str:
             assert output.outputs[0].text.startswith(text)
             text = output.outputs[0].text
     return text
+
+
+def one_of_each(cases: Sequence[Any], settings_of: Callable[[Any], Any]) -> list[Any]:
+    """Return a recorded case of each setting, with a shorter and a longer prompt by turns."""
+    alike: dict[str, list[Any]] = {}
+    for case in cases:
+        alike.setdefault(str(settings_of(case)), []).append(case)
+    return [group[i % len(group)] for i, group in enumerate(alike.values())]
 
 
 def token_ids(output: Any) -> list[int]:

@@ -14,6 +14,7 @@ from engines import (
     forwards,
     generate,
     num_preemptions,
+    one_of_each,
     params,
     token_ids,
 )
@@ -124,14 +125,15 @@ def check_passes(case: Case, spy: PassSpy, passes: list[Forward]) -> None:
 def test_each_alone(
     decoder: Decoder, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
+    """One of each setting; all of them run together below."""
     family, _ = decoder
     llm = start(room, decoder, max_num_seqs=16)
-    for case in cases_of(*decoder):
-        if not case.is_random:
-            with PassSpy(llm, MASK_IDS[family]) as spy:
-                [output] = generate(llm, [case.prompt], wish_for(case))
-            check(case, output)
-            check_passes(case, spy, case.decode(plain_models[family]).forwards)
+    cases = [case for case in cases_of(*decoder) if not case.is_random]
+    for case in one_of_each(cases, lambda case: case.record["settings"]):
+        with PassSpy(llm, MASK_IDS[family]) as spy:
+            [output] = generate(llm, [case.prompt], wish_for(case))
+        check(case, output)
+        check_passes(case, spy, case.decode(plain_models[family]).forwards)
 
 
 @every_decoder

@@ -15,6 +15,7 @@ from engines import (
     free_pages,
     generate,
     num_preemptions,
+    one_of_each,
     params,
     token_ids,
 )
@@ -133,20 +134,6 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_together_in_shuffled_order(
-    model: str, overlapped: bool, room: EngineRoom
-) -> None:
-    in_flight = 4 if overlapped else 16
-    llm = room.start(model, CANVAS, async_scheduling=overlapped)
-    cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
-    with at_most(llm, in_flight):
-        outputs = generate(
-            llm, [c["prompt_ids"] for c in cases], [wish(c) for c in cases]
-        )
-    for case, output in zip(cases, outputs, strict=True):
-        check(case, output)
-
-
 def steps_of(case: Case) -> dict[int, int]:
     """At which denoising forward of the reference each position was written last."""
     kinds = ("denoise", "window")
@@ -154,18 +141,35 @@ def steps_of(case: Case) -> dict[int, int]:
     return {p: i for i, one in enumerate(calls, 1) for p, _ in one["new"]}
 
 
-def test_each_alone(model: str, room: EngineRoom) -> None:
-    """With its trace, a row for each token."""
-    llm = room.start(model, CANVAS)
-    for case in cases_of(model):
-        one, steps = wish(case), steps_of(case)
+def traced(llm: Any, cases: list[Case]) -> None:
+    """Decode cases in one batch; the trace has a row for each token."""
+    wishes, prompts = [wish(case) for case in cases], [c["prompt_ids"] for c in cases]
+    for one in wishes:
         one.extra_args["dllm_trace"] = 1
-        [output] = generate(llm, [case["prompt_ids"]], one)
-        first, rows = len(case["prompt_ids"]), output.outputs[0].routed_experts
+    outputs = generate(llm, prompts, wishes)
+    for case, prompt, output in zip(cases, prompts, outputs, strict=True):
+        steps, rows = steps_of(case), output.outputs[0].routed_experts
         assert rows.shape == (len(token_ids(output)), 2), case["id"]
-        for i, (step, sure) in enumerate(rows):
-            assert step == steps[first + i] and 0 < sure <= 1, case["id"]
+        for place, (step, sure) in enumerate(rows, len(prompt)):
+            assert step == steps[place] and 0 < sure <= 1, case["id"]
         check(case, output)
+
+
+def test_together_in_shuffled_order(
+    model: str, overlapped: bool, room: EngineRoom
+) -> None:
+    in_flight = 4 if overlapped else 16
+    llm = room.start(model, CANVAS, async_scheduling=overlapped)
+    cases = random.Random(in_flight).sample(cases_of(model), len(cases_of(model)))
+    with at_most(llm, in_flight):
+        traced(llm, cases)
+
+
+def test_each_alone(model: str, room: EngineRoom) -> None:
+    """One of each setting; all of them run together above."""
+    llm = room.start(model, CANVAS)
+    for case in one_of_each(cases_of(model), lambda case: case["settings"]):
+        traced(llm, [case])
 
 
 @pytest.mark.parametrize("model", ["sdar-moe", "llada2.0"], indirect=True)

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM, while commands start and while a server streams: all end soon, in order.
 
-Commands that import vLLM meanwhile are Python's own processes; servers that stream are forks, and
-`generate` that a terminal interrupts.
+Commands that import vLLM meanwhile are Python's own processes; once it is imported, one `generate`
+and one server are, too. The others are forks.
 """
 
 import os
@@ -111,7 +111,8 @@ def interrupt_start(
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
 @pytest.mark.parametrize("phase", ["starting the engine", IMPORTED[0]])
 def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
-    python = PYTHON if whole_group else sys.executable
+    fresh = not whole_group and phase != IMPORTED[0]
+    python = sys.executable if fresh else PYTHON
     command = [python, "-m", "dllm_plugin.commands.cli", "generate", "x"]
     command += ["--model", TINY, "--gpu-memory-utilization=0.1"]
     given = environment(TMPDIR=str(folder))
@@ -122,8 +123,9 @@ def test_generate_starts(phase: str, whole_group: bool, folder: Path) -> None:
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "terminal"])
 @pytest.mark.parametrize("words", ["diffuplug: starting vLLM", IMPORTED[1]])
 def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
-    command = serve_command(free_port(), python=sys.executable)
-    level = "INFO" if words == "EngineCore" else "WARNING"
+    forked = whole_group and words == IMPORTED[1]
+    command = serve_command(free_port(), python=PYTHON if forked else sys.executable)
+    level = "INFO" if words == IMPORTED[1] else "WARNING"
     given = environment(VLLM_LOGGING_LEVEL=level)
     interrupt_start(command, given, tmp_path / "log", words, whole_group)
 
