@@ -208,6 +208,14 @@ def test_stopping_criteria(overlapped: bool, room: EngineRoom) -> None:
         check(case, output)
 
 
+# Both ways to schedule with one model; the others take turns.
+UNDER_PRESSURE = [("sdar", False), ("sdar", True), ("sdar-moe", False)]
+UNDER_PRESSURE += [("llada2.0", True), ("stable-diffcoder", False), ("a2d-qwen3", True)]
+
+
+@pytest.mark.parametrize(
+    ("model", "overlapped"), UNDER_PRESSURE, indirect=True, scope="module"
+)
 def test_preemption_under_pressure(
     model: str, overlapped: bool, room: EngineRoom
 ) -> None:

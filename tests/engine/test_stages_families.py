@@ -146,7 +146,7 @@ def test_drafts_with_an_adapter(room: EngineRoom) -> None:
     """Each stage adapts its own layers, in rows of drafts only."""
     options, cases = test_causal_goldens.ADAPTED, test_causal_goldens.drafted(True)
     llm = room.start("nemotron", options, True, **STAGES)
-    test_causal_goldens.alone_and_together(llm, cases)
+    test_causal_goldens.alone_and_together(llm, cases, 3)
 
 
 def test_without_asynchronous_scheduling(room: EngineRoom) -> None:

@@ -15,6 +15,7 @@ from engines import (
     generate,
     letters,
     num_preemptions,
+    one_of_each,
     params,
     results,
     token_ids,
@@ -83,7 +84,7 @@ def shuffled(llm: Any, seed: int, counts: bool = True) -> None:
 
 def test_each_alone(room: EngineRoom) -> None:
     llm = start(room)
-    for case in cases():
+    for case in one_of_each(cases(), lambda case: case["settings"]):
         check(case, generate(llm, [case["prompt_ids"]], wish(case))[0])
 
 

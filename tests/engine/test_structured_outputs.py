@@ -326,7 +326,7 @@ def test_automata_among_rows_as_gpus_read_them(
         wish(
             case.kind,
             case.spec,
-            64,
+            40,
             dllm_grammar="automaton",
             **(warm if i > 2 else {}),
         )
