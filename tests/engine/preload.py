@@ -40,6 +40,7 @@ LIBRARIES = (
 )
 # A fork applies these itself, or vLLM reads them again when an engine starts.
 APPLIED = {
+    "DIFFUPLUG_COMMAND",  # an import collects rarely below a command; a fork imports no more
     "OMP_NUM_THREADS",
     "PROMETHEUS_MULTIPROC_DIR",
     "PYTHONPATH",
