@@ -124,6 +124,7 @@ def missing_device() -> str | None:
 
 def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
     """Start an engine. Raises StartError if it does not start, with the cause from its log."""
+    gc.collect()  # what a stopped engine left would be frozen below
     try:
         # Not while it starts: processes that it forks would never collect either.
         with collecting_later():

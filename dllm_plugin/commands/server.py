@@ -17,17 +17,21 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import uvloop
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import CONFIG_MAPPING
 from vllm import ModelRegistry
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import configure_logging_from_args
 from vllm.plugins import load_general_plugins
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import decorate_logs
 
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import OPTIONS
@@ -103,9 +107,14 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     # Their start is not announced.
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND")
     others = args.headless or vars(args).get("grpc") or rust
+    others = others or args.data_parallel_multi_port_external_lb
+    alone = not (several or others) and args.api_server_count != 0
     try:
-        with start_log(not (several or others) and is_quiet()):
-            command.cmd(args)
+        with start_log(alone and is_quiet()):
+            if alone:
+                uvloop.run(serve_alone(args))
+            else:
+                command.cmd(args)
     except KeyboardInterrupt:  # what vLLM makes of SIGTERM while it starts
         end_now(TERMINATED)
     finally:
@@ -113,6 +122,19 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
             end_now(INTERRUPTED)
     # A node without a server ends by a signal, or because a process of it has died.
     return DIED if args.headless else 0
+
+
+async def serve_alone(args: argparse.Namespace) -> None:
+    """Run vLLM's only server of a command as `vllm serve` does, but end at SIGTERM while it starts.
+
+    vLLM's handler raises KeyboardInterrupt, after which its wait for the engine was seen to go on.
+    Without that handler the command's own one ends the process until the server accepts requests.
+    """
+    args.model = args.model_tag or args.model
+    args.api_server_count = None
+    decorate_logs("APIServer", skip_if_decorated=True)
+    address, listening = setup_server(args, reuse_port=False)
+    await run_server_worker(address, listening, args)
 
 
 def check_parsers(args: argparse.Namespace) -> None:

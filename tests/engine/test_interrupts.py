@@ -93,7 +93,12 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt_start(
-    command: list[str], given: dict[str, str], log: Path, words: str, whole_group: bool
+    command: list[str],
+    given: dict[str, str],
+    log: Path,
+    words: str,
+    whole_group: bool,
+    number: int = signal.SIGINT,
 ) -> None:
     """Interrupt a command once its log has some words; it ends soon, without a traceback."""
     with log.open("wb") as file:
@@ -101,10 +106,10 @@ def interrupt_start(
     try:
         wait_for(log, words, process)
         one = None if whole_group else process.pid
-        assert interrupted(process, signal.SIGINT, one) < SOON + SLACK
+        assert interrupted(process, number, one) < SOON + SLACK
     finally:
         end(process)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Traceback" not in log.read_text()
 
 
@@ -128,6 +133,15 @@ def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
     level = "INFO" if words == IMPORTED[1] else "WARNING"
     given = environment(VLLM_LOGGING_LEVEL=level)
     interrupt_start(command, given, tmp_path / "log", words, whole_group)
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
+def test_sigterm_while_the_engine_starts(whole_group: bool, tmp_path: Path) -> None:
+    """The server waits for its engine, in a call that loses exceptions of signal handlers."""
+    command = serve_command(free_port(), python=PYTHON)
+    given = environment(VLLM_LOGGING_LEVEL="INFO")
+    log = tmp_path / "log"
+    interrupt_start(command, given, log, IMPORTED[1], whole_group, signal.SIGTERM)
 
 
 @pytest.fixture

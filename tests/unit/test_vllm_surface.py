@@ -200,6 +200,10 @@ SIGNATURES = {
     "entrypoints.cli.serve:ServeSubcommand.subparser_init": "self subparsers",
     "entrypoints.cli.serve:ServeSubcommand.validate": "self args",
     "entrypoints.cli.serve:ServeSubcommand.cmd": "args",
+    "entrypoints.launchers.launcher:setup_server": "args * reuse_port",
+    "entrypoints.launchers.api_server.entry:run_server_worker": (
+        "listen_address sock args client_config=None **uvicorn_kwargs"
+    ),
     "logger:configure_logging_from_args": "args",
     "reasoning:ReasoningParserManager.list_registered": "",
     "tool_parsers:ToolParserManager.list_registered": "",

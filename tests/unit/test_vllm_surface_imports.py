@@ -23,6 +23,8 @@ vllm.distributed: tensor_model_parallel_all_gather tensor_model_parallel_all_red
 vllm.distributed.parallel_state: get_world_group graph_capture
 vllm.engine.arg_utils: EngineArgs
 vllm.entrypoints.cli.serve: ServeSubcommand
+vllm.entrypoints.launchers.api_server.entry: run_server_worker
+vllm.entrypoints.launchers.launcher: setup_server
 vllm.entrypoints.llm: ChatCompletionMessageParam
 vllm.exceptions: GracefulHTTPError RetryableRequestError VLLMValidationError
 vllm.forward_context: set_forward_context
@@ -70,6 +72,7 @@ vllm.utils.cpu_resource_utils: get_memory_node_info get_visible_memory_node
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.import_utils: resolve_obj_by_qualname
 vllm.utils.math_utils: cdiv next_power_of_2 round_up
+vllm.utils.system_utils: decorate_logs
 vllm.version: __version_tuple__
 vllm.utils.torch_utils: async_tensor_h2d canonicalize_singleton_dim_strides current_stream
 vllm.v1.attention.backend: AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer
