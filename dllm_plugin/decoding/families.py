@@ -367,8 +367,8 @@ def no_gaps(wanted: str, strategy: str, family: Family) -> str:
     if family.absolute_grid or not full:
         where = " from block to block" if family.absolute_grid else ""
         taken = TAKEN_BY[SEMI_AUTOREGRESSIVE]
-        families = [family for family in FAMILIES.values() if not family.unverified]
-        titles = [family.title for family in families if family.name in taken]
+        verified = [other for other in FAMILIES.values() if not other.unverified]
+        titles = [other.title for other in verified if other.name in taken]
         return (
             f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
             f"causally{where}. Models that can: {', '.join(dict.fromkeys(titles))}."

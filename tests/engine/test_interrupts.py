@@ -137,7 +137,7 @@ def test_serve_starts(words: str, whole_group: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
 def test_sigterm_while_the_engine_starts(whole_group: bool, tmp_path: Path) -> None:
-    """The server waits for its engine, in a call that loses exceptions of signal handlers."""
+    """The server waits for its engine then, and went on to wait after vLLM's own handler."""
     command = serve_command(free_port(), python=PYTHON)
     given = environment(VLLM_LOGGING_LEVEL="INFO")
     log = tmp_path / "log"
