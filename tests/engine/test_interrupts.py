@@ -26,7 +26,7 @@ from streams import join, start_streams, wait_for_end
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
 SOON = 3.0  # seconds that a command may take to end
-SLACK = 1.0  # of a busy machine
+SLACK = 3.0  # of a busy machine; what waits for nobody would take minutes
 TINY = str(CHECKPOINTS / "tiny-llada")
 ENDLESS = 4000
 UNBOUND = (
@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_ends_at_once(server: Server) -> None:
     front = front_end(server)
     os.kill(front, signal.SIGINT)
     time.sleep(0.5)
-    assert interrupted(server.process, signal.SIGINT, front) < 2 * SLACK
+    assert interrupted(server.process, signal.SIGINT, front) < SOON
     assert server.process.returncode == 130
 
 
@@ -188,7 +188,7 @@ def test_sigterm_cuts_what_takes_longer_than_the_drain(tmp_path: Path) -> None:
         os.kill(front, signal.SIGTERM)
         join(streams, 30)
         took = max(stream.ended for stream in streams) - began
-        assert 3 - SLACK < took < 3 + SOON + SLACK
+        assert 2 < took < 3 + SOON + SLACK
         errors = [stream.error for stream in streams]
         assert all(SENTENCE in error for error in errors), errors
         assert server.process.wait(timeout=60) == 0
