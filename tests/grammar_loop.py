@@ -21,6 +21,8 @@ from dllm_plugin.engine.grammars.automata import AutomatonGrammar, OwnGrammar
 from dllm_plugin.engine.grammars.grammars import CanvasGrammar, Grammars
 from dllm_plugin.grammar.state import GrammarState
 from dllm_plugin.grammar.step import pack_checks
+from dllm_plugin.sampling.features.automata import Automata
+from dllm_plugin.sampling.features.grammars import StagedChecks
 
 MODEL = Path(__file__).parents[1] / "dllm_plugin" / "default_model"
 EOS, MASK, VOCAB = 485, 486, 512
@@ -65,7 +67,7 @@ class GrammarLoop(Loop):
             if r.req_id in self.automata
         ]
         if starts:
-            self.sampler.features.automata.start(starts)
+            self.sampler.features[Automata].start(starts)
         ids = [run.req_id for run in canvases + prefills if run.req_id in self.grammars]
         if not ids:
             return
@@ -73,7 +75,9 @@ class GrammarLoop(Loop):
         checks = [grammar.state.check(grammar.canvas) for grammar in grammars]
         writes = [grammar.state.writes for grammar in grammars]
         words = grammars[0].state.vocabulary.words
-        self.sampler.features.checks.stage(pack_checks(ids, checks, writes, words))
+        self.sampler.features[StagedChecks].stage(
+            pack_checks(ids, checks, writes, words)
+        )
 
     def after_sampling(self, run: Run, canvas: list[int], emitted: list[int]) -> None:
         """Keep the rest of the canvas, and feed the grammar what is emitted."""

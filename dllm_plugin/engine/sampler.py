@@ -18,11 +18,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm_plugin.config.memory import StepSize, reserved_bytes
-from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.config.worker_carriers import pack_broken, pack_canvases
 from dllm_plugin.decoding.block_causal import sub_block_to_store
 from dllm_plugin.kernels.launch import compile_ahead
-from dllm_plugin.kernels.move_rows import move_rows
 from dllm_plugin.sampling.canvas_rows import CanvasRows
 from dllm_plugin.sampling.decider import Decider
 from dllm_plugin.sampling.features.ordered import StepFeatures
@@ -242,18 +240,8 @@ class DiffusionSampler:
 
     def _launch_examples(self, logits: Tensor) -> None:
         """Launch the kernels in all forms, so that no request waits until they are compiled."""
-        carry_NV = self.rows.carry_NV
-        with_automata = not no_automata(self.states.config)
-        self.proposer.warm_up(logits, carry_NV, with_automata)
-        # Penalised rows are float32 copies.
-        for rows_XV in (logits, carry_NV, logits[:1].to(torch.float32)):
-            if rows_XV is not None and with_automata:
-                self.features.automata.warm_up(rows_XV)
-        if self.features.structure is not None:
-            self.features.structure.warm_up(logits)
-        if carry_NV is not None:
-            zero_R = torch.zeros(2, dtype=torch.int64, device=logits.device)
-            move_rows(logits, zero_R, carry_NV, zero_R, zero_R > 0)
+        for part in (self.rows, self.proposer, *self.features.entries):
+            part.warm_up(logits, self.rows.carry_NV)
 
     def _denoise(self, step: Step) -> Emitted:
         """Run one denoising step: propose, unmask, commit, advance."""

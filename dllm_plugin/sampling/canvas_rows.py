@@ -104,6 +104,12 @@ class CanvasRows(LogitsRows):
             shape = (len(states.canvas_NC), width)
             self.carry_NV = torch.zeros(shape, dtype=dtype, device=states.device)
 
+    def warm_up(self, logits_XV: Tensor, carry_NV: Tensor | None) -> None:
+        """Launch the kernel that stores carry rows; none moves."""
+        if carry_NV is not None:
+            zero_R = torch.zeros(2, dtype=torch.int64, device=carry_NV.device)
+            move_rows(logits_XV, zero_R, carry_NV, zero_R, zero_R > 0)
+
     def choose(self, batch: "InputBatch", mixed: bool) -> None:
         """Ask for the last row of each prefill, too, if it predicts the next token.
 

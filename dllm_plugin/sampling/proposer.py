@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm.config import ModelConfig
 
+from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.grammar.step import unpack
 from dllm_plugin.kernels.confidence import kernel as row_stats
 from dllm_plugin.kernels.confidence import partial_reference, reference
@@ -49,7 +50,7 @@ class Wanted(NamedTuple):
 class Proposer:
     """Propose by the sampling parameters of each row's request.
 
-    way_np  int64, how the rows of each slot's request are read: ONCE, COPIED or SCORED
+    reads_np  int64, how the rows of each slot's request are read: ONCE, COPIED or SCORED
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Proposer:
         partials = partial_reference if self.on_cpu else row_stats
         self.scan_rows = partials.scan_rows
         self.merge_rows = partials.merge_rows
-        self.way_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
+        self.reads_np = np.zeros(states.canvas_NC.shape[0], dtype=np.int64)
 
     def propose(
         self,
@@ -90,21 +91,21 @@ class Proposer:
             features: features that may change copies of rows, and score them.
             want_ranking: also return entropy and margin.
         """
-        ways_np = self.way_np[slots_np]
-        whole = not ways_np.any() and not any(map(self._is_cut, chunks))
+        reads_np = self.reads_np[slots_np]
+        whole = not reads_np.any() and not any(map(self._is_cut, chunks))
         if whole and len(chunks) == 1:
             wanted = Wanted(slots_np, False, want_ranking, ())
             return self._from_logits(chunks[0], wanted, num_rows)
         stats: list[RowStats] = []
         rows: list[Tensor] = []
-        for way in np.unique(ways_np).tolist():
-            mine_np = ways_np == way
+        for reads in np.unique(reads_np).tolist():
+            mine_np = reads_np == reads
             mine = slots_np[mine_np]
-            wanted = Wanted(mine, way == SCORED, want_ranking, features)
+            wanted = Wanted(mine, reads == SCORED, want_ranking, features)
             for chunk in chunks:
                 taken = chunk if mine_np.all() else rows_of(chunk, mine_np)
                 # From copies if the request needs them, or if a grammar bans most ids.
-                is_copied = way != ONCE or chunk.allowed_TW is not None
+                is_copied = reads != ONCE or chunk.allowed_TW is not None
                 read = self._from_copies if is_copied else self._from_logits
                 pieces = [taken]
                 if is_copied or self._is_cut(chunk):
@@ -133,22 +134,16 @@ class Proposer:
         if self.shard is not None:
             # The ids that `min_tokens` bans may be in another rank's columns.
             copied |= self.rules.min_tokens_np[slots_np] > 0
-        self.way_np[slot] = max(reads, COPIED if copied.any() else ONCE)
+        self.reads_np[slot] = max(reads, COPIED if copied.any() else ONCE)
 
     def is_mixed(self, slots_np: np.ndarray) -> bool:
         """Return whether the rows of these slots are read in more than one way."""
-        ways_np = self.way_np[slots_np]
-        return bool((ways_np != ways_np[:1]).any())
+        reads_np = self.reads_np[slots_np]
+        return bool((reads_np != reads_np[:1]).any())
 
-    def warm_up(
-        self, logits_TV: Tensor, carry_NV: Tensor | None, with_automata: bool
-    ) -> None:
-        """Launch the kernels in all forms that a step may ask for.
-
-        Args:
-            carry_NV: rows that steps keep by slot.
-            with_automata: automata may choose tokens before rows are read.
-        """
+    def warm_up(self, logits_TV: Tensor, carry_NV: Tensor | None) -> None:
+        """Launch the kernels in all forms that a step may ask for."""
+        with_automata = not no_automata(self.states.config)
         rows_T = torch.arange(min(2, len(logits_TV)), device=logits_TV.device)
         slot_T = torch.zeros_like(rows_T)
         bias = torch.zeros(1, self.rules.vocab_size, device=rows_T.device), slot_T

@@ -201,6 +201,9 @@ class LogitsRows:
     def remove_request(self, slot: int) -> None:
         """Free a slot."""
 
+    def warm_up(self, logits_XV: Tensor, carry_NV: Tensor | None) -> None:
+        """Launch own kernels in all forms; nothing that a step reads changes."""
+
     def has_row(self, step: Step) -> Tensor:
         """Return the positions that a row of this step predicts, bool ``[R, C]``."""
         raise NotImplementedError

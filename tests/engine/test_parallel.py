@@ -19,6 +19,7 @@ from template_jobs import gap_job
 
 from dllm_plugin.engine.worker.cpu_worker import DiffusionCPUWorker
 from dllm_plugin.reference.text import FILL
+from dllm_plugin.sampling.features.automata import Automata
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 
@@ -52,7 +53,7 @@ class NotingWorker(DiffusionCPUWorker):
             (folder / f"{self.rank} {logits.shape[1]} {first}").touch()
 
         self.get_model().logits_processor.register_forward_hook(note)
-        automata = self.model_runner.sampler.features.automata
+        automata = self.model_runner.sampler.features[Automata]
         forward = automata.forward
 
         def note_automaton(*arguments: Any) -> Any:

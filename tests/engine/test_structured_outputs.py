@@ -23,6 +23,8 @@ from grammar_requests import WAYS, cases, wish
 from hostile_grammars import COMPILED, HOSTILE
 from test_full_compiled import sampler_of
 
+from dllm_plugin.sampling.features.automata import Automata
+
 pytestmark = pytest.mark.slow
 
 
@@ -335,7 +337,7 @@ def test_automata_among_rows_as_gpus_read_them(
     prompts = [letters(9 + 3 * i, i) for i in range(len(asked))]
     expected = [token_ids(output) for output in generate(llm, prompts, wishes)]
     sampler = sampler_of(llm)
-    for owner in (sampler.features.automata, sampler.proposer):
+    for owner in (sampler.features[Automata], sampler.proposer):
         monkeypatch.setattr(owner, "on_cpu", False)
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
     # As where memory holds the scores of one canvas alone.
@@ -350,7 +352,7 @@ def test_an_automaton_looks_at_the_block_alone(
     llm = room.start(
         "llada", {"strategy": "semi_autoregressive"}, async_scheduling=False
     )
-    automata, columns = sampler_of(llm).features.automata, list[int]()
+    automata, columns = sampler_of(llm).features[Automata], list[int]()
     forward = automata.forward
 
     def noted(tables: Any, canvases: Any, score_GCK: Any) -> Any:

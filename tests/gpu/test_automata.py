@@ -25,6 +25,7 @@ from dllm_plugin.grammar.automaton import FAR, START, STOP, TokenAutomaton, buil
 from dllm_plugin.grammar.vocabulary import Vocabulary
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import END, OPEN, OUTSIDE, Canvases, Rows
+from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.automaton_tables import AutomatonTables
 
 DEVICE = torch.device("cuda")
@@ -263,7 +264,7 @@ def test_texts_by_kernels_are_those_by_the_reference(name, monkeypatch):
         llm, name.startswith("bundled"), dllm_grammar="automaton"
     )
     prompts = [prompts[i % len(prompts)] for i in range(len(wishes))]
-    automata = sampler_of(llm).features.automata
+    automata = sampler_of(llm).features[Automata]
     assert not automata.on_cpu and automata.forward is kernel.forward
     by_kernels = generate(llm, prompts, wishes)
     alone = [generate(llm, [p], w)[0] for p, w in zip(prompts, wishes, strict=True)]

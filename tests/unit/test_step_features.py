@@ -11,6 +11,7 @@ from scripted import ARCHITECTURE, DEVICE, Loop, sampling
 from scripted_rows import Hashed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_plugin.sampling import canvas_rows
 from dllm_plugin.sampling.features.automata import Automata
 from dllm_plugin.sampling.features.bad_words import BadWords
 from dllm_plugin.sampling.features.first_token import FirstTokenDecoder
@@ -204,3 +205,26 @@ def test_rows_are_read_as_the_features_of_a_request_ask() -> None:
     asked = [sampling(9), words, sampling(9, logprobs=0)]
     assert [features.add_request(1, params) for params in asked] == [0, 1, 2]
     assert features.add_request(1, asked[0]) == 0
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_automata_warm_up_for_every_kind_of_rows(
+    shift: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the model's type, those that steps keep, and copies; by the sampler's loop."""
+    monkeypatch.setattr(canvas_rows, "move_rows", lambda *values: None)  # a GPU's
+    loop, kinds = Loop(D2F, shift), list[tuple[torch.dtype, int]]()
+    automata, carry_NV = loop.sampler.features[Automata], loop.sampler.rows.carry_NV
+    score_rows = automata.score_rows
+
+    def note(tables: Any, rows: Any) -> Any:
+        kinds.append((rows.logits_XV.dtype, len(rows.logits_XV)))
+        return score_rows(tables, rows)
+
+    monkeypatch.setattr(automata, "score_rows", note)
+    logits_TV = torch.zeros(2, automata.rules.vocab_size, dtype=torch.bfloat16)
+    loop.sampler._launch_examples(logits_TV)
+    kept = [] if carry_NV is None else [(carry_NV.dtype, len(carry_NV))]
+    every = [(torch.bfloat16, 2), *kept, (torch.float32, 1)]
+    assert len(kept) == shift
+    assert kinds == [kind for kind in every for biased in (False, True)]

@@ -26,6 +26,8 @@ from dllm_plugin.config.cuda_graphs import uniform_graphs
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.worker_carriers import unpack_canvases
 from dllm_plugin.engine.grammars.automata import CanvasChecks, CanvasOutput
+from dllm_plugin.sampling.features.automata import Automata
+from dllm_plugin.sampling.features.grammars import StagedChecks
 
 from .graph_times import measure, prepare
 from .weight_updates import UpdatingWorker
@@ -80,11 +82,12 @@ class GrammarRunner(GPUModelRunner):
         sampler: Any = self.sampler
         features = sampler.features
         if grammar_output.starts:
-            features.automata.start(grammar_output.starts)
+            features[Automata].start(grammar_output.starts)
         payload = grammar_output.payload
-        features.checks.stage(payload)
+        checks = features[StagedChecks]
+        checks.stage(payload)
         output = super().sample_tokens(None)
-        features.checks.stage(None)
+        checks.stage(None)
         if payload is not None and isinstance(output, AsyncOutput):
             return AsyncCanvasOutput(output, payload.req_ids)
         return output

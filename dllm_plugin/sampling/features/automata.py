@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
+from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.grammar.step import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
 from dllm_plugin.kernels.automaton.reference import (
@@ -118,7 +119,16 @@ class Automata(StepFeature):
         kept_G = self.state_N[slots_G]
         self.state_N[slots_G] = torch.where(kept_G > 0, kept_G, state_G)
 
-    def warm_up(self, logits_XV: Tensor) -> None:
+    def warm_up(self, logits_XV: Tensor, carry_NV: Tensor | None) -> None:
+        """Launch the kernels for all kinds of rows, unless the engine refuses automata."""
+        if no_automata(self.states.config):
+            return
+        self._warm_up(logits_XV)
+        if carry_NV is not None:
+            self._warm_up(carry_NV)
+        self._warm_up(logits_XV[:1].to(torch.float32))  # as penalised copies
+
+    def _warm_up(self, logits_XV: Tensor) -> None:
         """Launch the kernels in all forms, for an automaton of one state."""
         device = logits_XV.device
         vocab_size = self.rules.vocab_size

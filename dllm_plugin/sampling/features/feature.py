@@ -78,6 +78,13 @@ class StepFeature:
 
     # Verbs, on the host.
 
+    def warm_up(self, logits_XV: Tensor, carry_NV: Tensor | None) -> None:
+        """Launch own kernels in all forms, so that no request waits until they are compiled.
+
+        Args:
+            carry_NV: rows that steps keep by slot; None if they keep none.
+        """
+
     def add_request(self, slot: int, params: SamplingParams) -> bool:
         """Stage a request; return whether it uses the feature."""
         return False

@@ -36,19 +36,19 @@ class FirstTokenDecoder(StepFeature):
         self,
         states: CanvasStates,
         checks: StagedChecks,
-        changes: Sequence[StepFeature],
+        readers: Sequence[StepFeature],
         logprobs: LogprobStash,
         propose: Callable[..., RowStats],
     ) -> None:
         """Decide by `propose`, the method of the Proposer.
 
         Args:
-            changes: the features that change copies of rows.
+            readers: the features that change or score copies of rows.
         """
         super().__init__(states)
         self.checks = checks
         self.logprobs = logprobs
-        self.row_features = (*changes, logprobs)
+        self.readers = readers
         self.propose = propose
         self._proposed: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -145,7 +145,7 @@ class FirstTokenDecoder(StepFeature):
             allowed_TW=self.checks.allowed_first(slots_np, place_R),
             owner_np=np.arange(count),
         )
-        active = [f for f in self.row_features if f.active(slots_np)]
+        active = [f for f in self.readers if f.active(slots_np)]
         for feature in active:
             feature.start_rows(rows)
         return self.propose([chunk], slots_np, count, active)

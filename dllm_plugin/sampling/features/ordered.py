@@ -16,7 +16,7 @@ from dllm_plugin.state.canvas_states import CanvasStates
 
 from .automata import Automata
 from .bad_words import BadWords
-from .feature import StepFeature
+from .feature import ONCE, StepFeature
 from .first_token import FirstTokenAfterPrompt, FirstTokenDecoder
 from .grammars import StagedChecks, VerifiedRows
 from .logprobs import LogprobStash
@@ -51,17 +51,15 @@ class StepFeatures:
         """
         rules, method = proposer.rules, states.config.method
         kind = VerifiedRows if method.verifies else StagedChecks
-        self.checks = checks = kind(states, rows, rules)
+        checks = kind(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
-        self.automata = Automata(states, owner.sampling_states, rows, rules, penalties)
+        sampling = owner.sampling_states
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
         entries: list[StepFeature] = []
-        self.structure: StructureEdits | None = None
         if method.inserts:
             # Plans before all others, and moves tokens after all others.
-            self.structure = StructureEdits(states, proposer)
-            entries.append(self.structure)
+            entries.append(StructureEdits(states, proposer))
         entries += [
             # Tables that kernels read: first, since other features read them, too.
             rules,
@@ -77,7 +75,7 @@ class StepFeatures:
             # Extends what is committed: before everything that moves on with the canvas.
             TemplateSteps(states),
             # Adds rows, to which no bad words apply, and moves on by what is committed.
-            self.automata,
+            Automata(states, sampling, rows, rules, penalties),
             # Stores the scores of this step's rows, and emits them.
             logprobs,
         ]
@@ -85,9 +83,9 @@ class StepFeatures:
             # Reads rows once more, with scores of their own: after the scores of the step.
             causal = method.causal
             decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
-            changes = (penalties, bad_words)
+            readers = [entry for entry in entries if entry.reads != ONCE]
             propose = proposer.propose
-            entries.append(decoder(states, checks, changes, logprobs, propose))
+            entries.append(decoder(states, checks, readers, logprobs, propose))
         if method.causal_commit:
             # Replaces first tokens of blocks: after they are decided.
             entries.append(ThinkingBudget(states))
@@ -96,8 +94,8 @@ class StepFeatures:
         self.entries = tuple(entries)
 
     def __getitem__(self, kind: type[Any]) -> Any:
-        """Return the entry of a class."""
-        return next(entry for entry in self.entries if type(entry) is kind)
+        """Return the entry of a class or of what derives from it."""
+        return next(entry for entry in self.entries if isinstance(entry, kind))
 
     def active(self, slots_np: np.ndarray) -> tuple[StepFeature, ...]:
         """Return the features that requests in these slots use."""

@@ -60,7 +60,7 @@ class StructureEdits(StepFeature):
         self._rounds: Rounds | None = None
         self._stays_R: Tensor | None = None
 
-    def warm_up(self, logits_XV: Tensor) -> None:
+    def warm_up(self, logits_XV: Tensor, carry_NV: Tensor | None) -> None:
         """Compile the kernel of next best tokens, with biases and without."""
         zero_N = torch.zeros(2, dtype=torch.int64, device=logits_XV.device)
         zero_N3 = torch.zeros((2, 3), dtype=torch.int64, device=logits_XV.device)
@@ -103,7 +103,7 @@ class StructureEdits(StepFeature):
         slots_np = step.slots_np
         proposer = self.proposer
         samples = proposer.sampling_states.temperature.np[slots_np].any()
-        if samples or proposer.way_np[slots_np].any():
+        if samples or proposer.reads_np[slots_np].any():
             self._edit_greedily(step)
         steps_R = requests.steps.gpu[slots_R].to(torch.int64)
         post_R = requests.number("max_post_steps", slots_R).to(torch.int64)
