@@ -59,7 +59,8 @@ REQUESTS = """
 Python: `SamplingParams(extra_args=...)` with the object of the third column. HTTP: the field of the
 fourth column in the body of a chat or completion request. Values are examples.
 
-What each strategy reads; the table says for which families and policies:
+What each strategy reads, beside arguments that all read; the table says for which families and
+policies:
 
 """
 
@@ -103,8 +104,7 @@ def _by_strategy() -> str:
     for strategy in STRATEGY_NAMES:
         read = []
         for name, known in ARGUMENTS.items():
-            words = _readers(name, known)
-            if words.startswith("all") or f"`{strategy}`" in words:
+            if f"`{strategy}`" in _readers(name, known):
                 read.append(f"`dllm_{name}`")
         text += f"- `{strategy}`: {', '.join(read)}\n"
     return text

@@ -9,33 +9,35 @@ from typing import NamedTuple
 
 from documented import ROOT
 
-# What each example may touch: page and heading -> files of the package.
+# What each example may touch: page and heading -> files.
 EXAMPLES = {
     ("add-a-feature.md", "The diff"): {
-        "config/request/arguments.py",
-        "sampling/features/max_unmasked.py",
-        "sampling/features/ordered.py",
+        "dllm_plugin/config/request/arguments.py",
+        "docs/options.md",
+        "dllm_plugin/sampling/features/max_unmasked.py",
+        "dllm_plugin/sampling/features/ordered.py",
+        "tests/unit/test_step_features.py",
     },
     ("add-a-policy.md", "With the numbers that there are"): {
-        "decoding/families.py",
-        "decoding/policies.py",
+        "dllm_plugin/decoding/families.py",
+        "dllm_plugin/decoding/policies.py",
     },
     ("add-a-policy.md", "With a number of its own"): {
-        "config/options.py",
-        "decoding/families.py",
-        "decoding/policies.py",
-        "state/request_table.py",
+        "dllm_plugin/config/options.py",
+        "dllm_plugin/decoding/families.py",
+        "dllm_plugin/decoding/policies.py",
+        "dllm_plugin/state/request_table.py",
     },
     ("add-a-strategy.md", "The diff"): {
-        "decoding/families.py",
-        "decoding/full_attention.py",
-        "decoding/methods.py",
+        "dllm_plugin/decoding/families.py",
+        "dllm_plugin/decoding/full_attention.py",
+        "dllm_plugin/decoding/methods.py",
     },
     ("add-a-model.md", "The diff"): {
-        "decoding/families.py",
-        "decoding/methods.py",
-        "models/configs.py",
-        "models/toy.py",
+        "dllm_plugin/decoding/families.py",
+        "dllm_plugin/decoding/methods.py",
+        "dllm_plugin/models/configs.py",
+        "dllm_plugin/models/toy.py",
     },
 }
 WEIGHTS = "*.safetensors"
@@ -85,16 +87,20 @@ def examples() -> list[Example]:
 
 
 def copy_package(folder: Path) -> Path:
-    """Copy the package, without the bundled weights, into `folder`."""
+    """Copy the package, without the bundled weights, and what else examples touch."""
     ignored = shutil.ignore_patterns("__pycache__", WEIGHTS)
     shutil.copytree(ROOT / "dllm_plugin", folder / "dllm_plugin", ignore=ignored)
+    for name in set().union(*EXAMPLES.values()):
+        if not name.startswith("dllm_plugin/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
     return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every source file of a copy, by its path in the package."""
-    package = folder / "dllm_plugin"
-    return {
-        str(path.relative_to(package)): path.read_bytes()
-        for path in package.rglob("*.py")
-    }
+    """Every file of a copy, by its path."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found

@@ -29,6 +29,20 @@ print(json.dumps([dllm_plugin.__file__, methods, *known]))
 """
 
 
+FEATURE = """
+import runpy, sys, pytest
+from pathlib import Path
+import dllm_plugin
+root = Path(sys.argv[1])
+assert Path(dllm_plugin.__file__).parents[1] == Path.cwd()
+page = runpy.run_path(str(root / "scripts" / "options_page.py"))["page"]()
+assert page == Path("docs/options.md").read_text(encoding="utf-8")
+frozen = root / "tests/unit/test_config.py::test_public_surface_is_frozen"
+tests = ["tests/unit/test_step_features.py", str(frozen)]
+sys.exit(pytest.main([*tests, "-q", "-c", str(root / "pyproject.toml"), "-p", "no:cacheprovider"]))
+"""
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with all examples."""
@@ -54,7 +68,7 @@ def _place(key: tuple[str, str]) -> tuple[str, int]:
 def test_an_example_touches_the_files_that_it_names(
     example: Example, tmp_path: Path
 ) -> None:
-    """Two files for a policy, four with a number of its own, three for a strategy."""
+    """Two files for a policy, four with a number of its own, five for a feature with its test."""
     before = contents(copy_package(tmp_path))
     example.apply(tmp_path)
     after = contents(tmp_path)
@@ -69,9 +83,8 @@ def test_an_example_touches_the_files_that_it_names(
 def test_the_changed_package_is_linted(changed: Path) -> None:
     """The examples follow the rules for code here."""
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
-    files = sorted(
-        {f"dllm_plugin/{name}" for names in EXAMPLES.values() for name in names}
-    )
+    touched = set().union(*EXAMPLES.values())
+    files = sorted(name for name in touched if name.endswith(".py"))
     config = ["--no-cache", "--config", str(ROOT / "pyproject.toml")]
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
@@ -81,6 +94,21 @@ def test_the_changed_package_is_linted(changed: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_five_files_are_all_that_a_feature_needs(tmp_path: Path) -> None:
+    """With them its test, the test of the order, frozen lists and the page of options pass."""
+    folder = copy_package(tmp_path)
+    examples()[0].apply(folder)
+    assert len(EXAMPLES[examples()[0].page, "The diff"]) == 5
+    done = subprocess.run(
+        [sys.executable, "-c", FEATURE, str(ROOT)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_changed_package_knows_them(changed: Path) -> None:
