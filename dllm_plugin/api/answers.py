@@ -147,10 +147,9 @@ class Endpoints(NamedTuple):
     def is_asked(self, body: Body) -> bool:
         """Return whether our route answers a request.
 
-        It has our field, or a grammar, which may be refused while it is compiled, or every request
-        is traced.
+        It has our field, or is a stream that may call tools, or every request is traced.
         """
-        return FIELD in (body.model_extra or {}) or _has_grammar(body) or self.tracing
+        return FIELD in (body.model_extra or {}) or may_call(body) or self.tracing
 
     def ends(self, encode: Encoder) -> set[int]:
         """Return the tokens that end the text of a gap."""
@@ -162,13 +161,9 @@ class Endpoints(NamedTuple):
         return {"strategy": self.config.strategy, "policy": asked.policy}
 
 
-def _has_grammar(body: Body) -> bool:
-    """Return whether the body has a grammar, or tools that may bring one."""
-    form = body.response_format
-    if form is not None and form.type != "text":
-        return True
-    tools = isinstance(body, ChatCompletionRequest) and body.tools
-    return body.structured_outputs is not None or bool(tools)
+def may_call(body: Body) -> bool:
+    """Return whether the reply to a body is a stream that may call tools."""
+    return isinstance(body, ChatCompletionRequest) and bool(body.stream and body.tools)
 
 
 def endpoints(raw_request: Request) -> Endpoints | None:
@@ -214,7 +209,7 @@ async def answer(
     if isinstance(request, ChatCompletionRequest):
         kind, handler = CHAT_CHUNK, copy.copy(state.openai_serving_chat)
         create = handler.create_chat_completion
-        engine.calls = bool(request.stream and request.tools)
+        engine.calls = may_call(request)
     else:
         kind, handler = COMPLETION_CHUNK, copy.copy(state.openai_serving_completion)
         create = handler.create_completion

@@ -2,25 +2,46 @@
 
 vLLM's detokenizer would begin it with the text of the whole prompt, and look for stop strings
 there: it waits for the end of a character before it takes a text as known.
+
+Refuse grammars, too, that only the engine refuses: vLLM's handlers answer with an internal error.
 """
 
 import copy
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+from vllm.exceptions import VLLMValidationError
+
+from dllm_plugin.config.request.structured_outputs import SENT_AS
+
+from .answers import refusal
 from .frames import BROKEN, LONGEST_CHARACTER
+
+# Why the engine refuses the grammar of an HTTP request; one list a request.
+REFUSED: ContextVar[list[str]] = ContextVar("REFUSED")
 
 
 class BegunCharacters:
-    """Add requests to vLLM's output processor as it does, but for such prompts."""
+    """Add requests to vLLM's output processor as it does, but for such prompts.
+
+    grammars  the field of a body that has one, and where to say why it is refused
+    """
 
     request_states: dict[str, Any]
     tokenizer: Any
+    grammars: WeakKeyDictionary[Any, tuple[str, list[str]]]
 
     def add_request(self, request: Any, *args: Any, **options: Any) -> None:
         """Add a request; its text begins at most at the character that its prompt began."""
         super().add_request(request, *args, **options)  # type: ignore[misc]
         ids, state = request.prompt_token_ids, self.request_states[request.request_id]
+        if request.sampling_params and request.sampling_params.structured_outputs:
+            self.grammars[state] = SENT_AS.get(), REFUSED.get([])
         if not ids or state.detokenizer is None or self.tokenizer is None:
             return
         if not (self.tokenizer.is_fast and request.sampling_params.detokenize):
@@ -39,6 +60,20 @@ class BegunCharacters:
         for token in begun:
             state.detokenizer.decode_next(token)
 
+    def process_outputs(
+        self, outputs: Sequence[Any], *args: Any, **options: Any
+    ) -> Any:
+        """Process outputs; a request whose grammar was refused raises a sentence."""
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            why, state = output.stop_reason, self.request_states.get(output.request_id)
+            if str(output.finish_reason) == "error" and why and state:
+                field, refused = self.grammars[state]
+                refused.append(field + why.removeprefix("structured_outputs"))
+                state.queue.put(VLLMValidationError(refused[0]))
+        return super().process_outputs(outputs, *args, **options)  # type: ignore[misc]
+
 
 def split(
     ids: Sequence[int], decode: Callable[[Sequence[int]], str]
@@ -51,8 +86,33 @@ def split(
     return [], []  # only broken characters
 
 
+def refusing(scope: Scope, receive: Receive, send: Send) -> Send:
+    """Return a sender that replies to a stream whose grammar is refused before its first event."""
+    refused: list[str] = []
+    held: list[Message] = []
+    REFUSED.set(refused)
+
+    async def sent(message: Message) -> None:
+        kind = Headers(raw=message.get("headers", ())).get("content-type", "")
+        if kind.startswith("text/event-stream"):
+            held.append(message)
+            return
+        if held and refused:
+            if not message.get("more_body"):
+                reply = refusal(refused[0])
+                response = JSONResponse(reply.model_dump(), reply.error.code)
+                await response(scope, receive, send)
+            return
+        if held:
+            await send(held.pop())
+        await send(message)
+
+    return sent
+
+
 def install(engine: Any) -> None:
     """Exchange the class of the output processor of an `AsyncLLM`."""
     processor = engine.output_processor
     bases = (BegunCharacters, type(processor))
     processor.__class__ = type(BegunCharacters.__name__, bases, {})
+    processor.grammars = WeakKeyDictionary()

@@ -26,6 +26,7 @@ from dllm_plugin.config.request.structured_outputs import Verifier, at, check_gr
 from dllm_plugin.config.validation import check_depth, did_you_mean, shown
 
 from .answers import refusal
+from .begun_characters import refusing
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
@@ -55,7 +56,7 @@ OBJECT = re.compile(r"a valid dictionary.*")
 LIST = re.compile(r"iterable$")
 REFUSAL = "refusal"
 GRAMMARS = re.compile(
-    rb'"(?:structured_outputs|response_format|tool_choice)"|"text"\s*:\s*\{'
+    rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{'
 )
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
@@ -88,6 +89,7 @@ class BodyChecks:
                 check_invocation(body)
             if GRAMMARS.search(body):
                 check_grammars(body, _verifier(scope["app"].state))
+                send = refusing(scope, receive, send)
         except ValueError as error:
             reply = refusal(str(error))
             response = JSONResponse(reply.model_dump(), status_code=reply.error.code)

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tracing import (
@@ -207,10 +206,6 @@ class WatchedEngine:
     def _count(self, output: RequestOutput, first: int, delta: bool) -> None:
         """Count tokens, and keep the counts of choices that end."""
         for completion in output.outputs:
-            # The reason of a grammar's compiler, of which vLLM's handlers know nothing.
-            reason = completion.stop_reason
-            if completion.finish_reason == "error" and isinstance(reason, str):
-                raise VLLMValidationError(reason, parameter="structured_outputs")
             index = first + completion.index
             before = self.tokens.get(index, 0) if delta else 0
             self.tokens[index] = before + len(completion.token_ids)

@@ -65,6 +65,9 @@ SIGNATURES: dict[str, str] = {
     "renderers.hf:HfRenderer.shutdown": "self",
     "v1.engine.async_llm:AsyncLLM.shutdown": "self timeout=None",
     "v1.engine.output_processor:OutputProcessor.propagate_error": "self e",
+    "v1.engine.output_processor:OutputProcessor.process_outputs": "self engine_core_outputs "
+    "engine_core_timestamp=None iteration_stats=None weight_version=None",
+    "v1.engine.output_processor:RequestOutputCollector.put": "self output",
     "renderers.base:BaseRenderer.tokenize_prompt_async": "self prompt params",
     "renderers.base:BaseRenderer.get_bos_token_id": "self",
     "renderers.base:BaseRenderer.get_eos_token_id": "self",

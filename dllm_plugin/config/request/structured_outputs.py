@@ -30,7 +30,9 @@ OF_THE_SERVER = (
 # Kinds of structured output whose grammar may be regular.
 REGULAR = ("json", "regex", "choice", "grammar")
 
-# The field of a request's body that has its JSON schema.
+# Fields of bodies that may have a grammar.
+OF_GRAMMARS = ("structured_outputs", "response_format", "tools", "text")
+# The field of a request's body that has its grammar.
 SENT_AS: ContextVar[str] = ContextVar("SENT_AS", default="structured_outputs json")
 # Where tools have a schema: of chats, of responses and of messages.
 OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
@@ -187,8 +189,10 @@ def check_grammars(body: bytes, verify: Verifier) -> None:
                 if str(error).startswith(OF_THAT_BACKEND):
                     raise ValueError(_unlike_patterns(asked, verify)) from error
                 raise ValueError(refusal_of(field_of(kind), error)) from error
-    if fields_sent:  # read by the checks of the engine's client, which names no field
-        SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)))
+    if not fields_sent:
+        fields_sent = [name for name in OF_GRAMMARS if at(fields, name)]
+    # Read for the checks of the engine and its client, which name no field.
+    SENT_AS.set(" or ".join(dict.fromkeys(fields_sent)) or OF_GRAMMARS[0])
 
 
 def _unlike_patterns(asked: StructuredOutputsParams, verify: Verifier) -> str:
@@ -214,6 +218,7 @@ def _grammars(fields: Any) -> Iterator[tuple[str, str, Any]]:
         ("response_format", at(fields, "response_format", "json_schema", "schema")),
         ("structured_outputs json", at(fields, "structured_outputs", "json")),
         ("text", at(fields, "text", "format", "schema")),
+        ("output_config", at(fields, "output_config", "format", "schema")),
     ]
     choice = at(fields, "tool_choice")
     tools = at(fields, "tools")
