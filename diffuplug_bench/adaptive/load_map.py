@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
         check_matplotlib("bench map --picture draws")
     accepted = read_acceptance(args.acceptance or EXAMPLE)
     if args.shapes is None:
-        raise ValueError("bench map needs --shapes: it times dummy weights alone")
+        raise ValueError("bench map needs --shapes: it times only dummy weights")
     settings = settings_of(args, mode="step")
     contexts = whole_numbers(
         args.contexts, "--contexts must be whole numbers of tokens, as in 512,8192"

@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace) -> None:
     of_any_model = args.schedule is not None or args.questions is not None
     if args.refreshes and (args.all or args.json or of_any_model):
         raise ValueError(
-            "--refreshes is alone, or a part of --all: leave the other options out"
+            "--refreshes stands by itself, or a part of --all: leave the other options out"
         )
     if args.json and (args.all or of_any_model):
         raise ValueError(

@@ -68,7 +68,7 @@ def trace_steps(
 
     Args:
         step_ms: time of the same step without the profiler, which slows the host.
-        refreshes: full graphs hold all but refreshes; where every step has some, the idle share is
+        refreshes: full graphs hold all but refreshes; if every step has some, the idle share is
             all that is found.
     """
     name = f"step-{len(asks)}"

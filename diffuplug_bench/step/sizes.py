@@ -1,4 +1,4 @@
-"""Count what each step computed under full attention, where forwards differ in size.
+"""Count what each step computed under full attention, whose forwards differ in size.
 
 A refresh computes prompt and canvas, other forwards a block or all from a block on, and a step may
 contain both. The engine counts positions and forwards of each step of the timed run

@@ -22,7 +22,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 def chat_prompt(
     question: str, system: str | None = None, earlier: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Apply the chat template to a question behind a system prompt and (question, answer) pairs."""
+    """Apply the chat template to a question after a system prompt and (question, answer) pairs."""
     messages = [] if system is None else [("system", system)]
     for asked, answered in earlier:
         messages += [("user", asked), ("assistant", answered)]

@@ -36,7 +36,7 @@ REASONS = {
 def take_distinct(vllm_config: VllmConfig) -> None:
     """Select the backend of the `distinct` layout.
 
-    Raises ValueError with one sentence where this model, device or setting cannot have it.
+    Raises ValueError with one sentence if this model, device or setting cannot have it.
     """
     for problem in _problems(vllm_config):
         raise ValueError(
@@ -98,7 +98,7 @@ def backend_name(vllm_config: VllmConfig) -> str:
     chosen = vllm_config.attention_config.backend
     if chosen is not None:
         return chosen.name
-    # None is what vLLM's own selector passes where nothing was chosen.
+    # None is what vLLM's own selector passes if nothing was chosen.
     found = current_platform.get_attn_backend_cls(None, _wish(vllm_config))  # type: ignore[arg-type]
     return found.rpartition(".")[2]
 
@@ -119,7 +119,7 @@ def _wish(vllm_config: VllmConfig) -> AttentionSelectorConfig:
 def flash_version(vllm_config: VllmConfig) -> int | None:
     """Return the version of FlashAttention that vLLM takes on this GPU for this model, or None.
 
-    It is None as well where another backend is asked for: finding out would import FlashAttention.
+    It is None as well if another backend is asked for: finding out would import FlashAttention.
     """
     attention = vllm_config.attention_config
     other = attention.backend is not None and FLASH_ATTN not in asked_backends(
@@ -208,7 +208,7 @@ def backend_under_full_graphs(
 ) -> AttentionBackendEnum:
     """Return the attention backend of captured steps, given the version of FlashAttention.
 
-    It is FlashAttention 3 where possible: on our sequences that is 1.1 to 15 times as fast as
+    It is FlashAttention 3 if possible: on our sequences that is 1.1 to 15 times as fast as
     Triton from contexts of 1,024 tokens on (benchmarks/reports/attention.md).
 
     Raises ValueError with one sentence if FLASH_ATTN was asked for and cannot be captured.
@@ -227,7 +227,7 @@ def backend_under_full_graphs(
 def asked_backends(
     attention: AttentionConfig,
 ) -> tuple[AttentionBackendEnum | None, ...]:
-    """Return the backends that the user named, None where the choice is open."""
+    """Return the backends that the user named, None if the choice is open."""
     return (attention.backend, *attention.backend_per_kind.values())
 
 
@@ -238,7 +238,7 @@ def _flash_problems(vllm_config: VllmConfig, version: int | None) -> Iterator[st
     if version not in (2, 3):
         found = f"FlashAttention {version}" if version else "none"
         yield (
-            "can be captured where it is FlashAttention 2 or 3, but vLLM finds "
+            "can be captured if it is FlashAttention 2 or 3, but vLLM finds "
             f"{found} for this GPU and model: set cudagraph_mode to PIECEWISE or choose TRITON_ATTN"
         )
     if model.dtype not in (torch.float16, torch.bfloat16):

@@ -1,7 +1,7 @@
 """Plan cascade attention of canvases: the context is the prefix, the canvas the suffix.
 
 Without a cascade, every block of a canvas is a sequence that reads the whole context, as are run
-and window of a canvas that floats. Where every query head has keys of its own, several blocks are
+and window of a canvas that floats. If every query head has keys of its own, several blocks are
 open and enough requests run, these reads take most of the time (benchmarks/reports/attention.md).
 With a cascade, one call of FlashAttention 3 attends from the whole canvas to the context, one
 sequence per request. A second call attends from each block to the keys that this forward computed,
@@ -58,10 +58,10 @@ def cascade_from(vllm_config: VllmConfig, flash_version: int | None) -> dict[int
     Of blocks those that compute whole canvases in full graphs, of floating canvases those in which
     each computes as many positions. Empty: none is.
 
-    It needs FlashAttention 3 and unquantised keys, and is left out where results may not depend on
-    how many requests run (VLLM_BATCH_INVARIANT). It is left out too where blocks commit in forwards
+    It needs FlashAttention 3 and unquantised keys, and is left out if results may not depend on
+    how many requests run (VLLM_BATCH_INVARIANT). It is left out too if blocks commit in forwards
     of their own: such a step may see canvas keys that earlier steps computed, and the suffix has
-    only those of this forward. And where the last block ends with the text: the suffix counts whole
+    only those of this forward. And if the last block ends with the text: the suffix counts whole
     blocks.
     """
     backend = vllm_config.attention_config.backend

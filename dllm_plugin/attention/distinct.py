@@ -244,7 +244,7 @@ class DistinctBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return the page size where the user gives none: whole tiles of keys."""
+        """Return the page size if the user gives none: whole tiles of keys."""
         return max(PAGE, -(-default_block_size // PAGE) * PAGE)
 
     @classmethod

@@ -62,7 +62,7 @@ class SegmentFlashMetadata(FlashAttentionMetadata):
     causal ones only; None if all sequences have one mask.
     canvas_suffix: the suffix of a cascade; vLLM's fields then describe only the prefix, so
     `seq_lens` are the contexts. None without a cascade.
-    positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None where the
+    positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None if the
     runner hands none over.
     """
 
@@ -175,7 +175,7 @@ def _max_sequences_of(vllm_config: VllmConfig) -> int:
 class SegmentFlashImpl(FlashAttentionImpl):
     """Compute the attention of one layer, by two masks or with a cascade as the metadata says.
 
-    rotation: rotates queries and keys here, in the kernel that stores keys and values; None where
+    rotation: rotates queries and keys here, in the kernel that stores keys and values; None if
     the layer rotates before, and vLLM stores.
     """
 

@@ -22,7 +22,7 @@ class SegmentFlexBuilder(FlexAttentionMetadataBuilder):
     """Build metadata with buffers for one sequence per token: a step never has more.
 
     vLLM then keeps 8 bytes per token of a step and page of the cache: lower
-    `max_num_batched_tokens` or the cache where that does not fit.
+    `max_num_batched_tokens` or the cache if the buffers do not fit.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER

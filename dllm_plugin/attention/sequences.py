@@ -13,7 +13,7 @@ Learned from experience:
   handed out then has to lie in persistent buffers, as it does for the mode FULL. A graph that
   captured temporary tensors replays whatever is in their memory later
   (benchmarks/reports/attention.md: what looked like a fault of FlashAttention 3 was this).
-- A full CUDA graph has one query length for all requests: the canvas, one block where many
+- A full CUDA graph has one query length for all requests: the canvas, one block if many
   requests compute a single block each (`commit_alone_from`, and full attention between its
   refreshes), a refresh that begins near its block, or a width of floating canvases. The number of
   sequences per request is the same for all. Only this module knows the difference
@@ -225,7 +225,7 @@ class AttentionSequences:
         """Return how many positions each canvas computes in a step that may have a cascade, else 0.
 
         Blocks have one in full graphs. Floating canvases have one in any step without prompts in
-        which all of them have one width: where they are many, such steps are too large for graphs.
+        which all of them have one width: if these are many, such steps are too large for graphs.
         """
         floats = self.states.floating is not None
         if not self.cascade_from or not (is_full or floats):

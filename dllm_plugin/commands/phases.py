@@ -179,7 +179,7 @@ def reader_has_gone(descriptor: int) -> bool:
 
 
 def _opened(number: int) -> TextIO:
-    """Return standard output or error, opened on nothing where it was closed."""
+    """Return standard output or error, opened on nothing if it was closed."""
     name = {1: "stdout", 2: "stderr"}[number]
     if getattr(sys, name) is None:
         open_nowhere(number)

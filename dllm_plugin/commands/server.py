@@ -81,7 +81,7 @@ def serve(arguments: Sequence[str], model: str | None = None) -> int:
     """Serve until somebody ends the server. Raises ValueError for wrong options.
 
     Args:
-        model: whose architecture is checked; None if vLLM alone can read it.
+        model: whose architecture is checked; None if only vLLM can read it.
     """
     # What the command `vllm` sets: the safest way to start processes.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -34,7 +34,7 @@ class Snapshot(NamedTuple):
     forward      denoising forwards of the request so far
     start        output position of the first entry of `ids`
     final        number of leading output tokens that never change
-    ids          token ids, NO_TOKEN where a position is masked
+    ids          token ids, NO_TOKEN if a position is masked
     confidences  one per id; None if no policy took the token
     drafts       how many were judged and accepted so far; None if no forward judges any
     """

@@ -26,7 +26,7 @@ class DecodeConfig:
     """Store the resolved options of an engine, as in :mod:`dllm_plugin.config.options`.
 
     defaults        what a request decodes with that asks for nothing
-    steps           of every block, where the user has set them; None: as many as it has positions
+    steps           of every block, if the user has set them; None: as many as it has positions
     reason          why this strategy was chosen
     whole_canvas    a request's block is as long as its answer
     edits           the checkpoint was trained to replace tokens

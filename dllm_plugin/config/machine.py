@@ -78,11 +78,11 @@ def uncompiled(config: DecodeConfig, eager: bool) -> Iterator[str]:
     if config.dedicated_commit and not config.method.causal:
         # Each of their steps also decides the first token of the next block, which keeps state.
         yield (
-            "has no effect where finished blocks commit in a forward of their own, as at "
+            "has no effect if finished blocks commit in a forward of their own, as at "
             "max_active_blocks 1"
         )
     if config.method.inserts:
-        yield "has no effect where blocks delete and insert tokens, which keeps state"
+        yield "has no effect if blocks delete and insert tokens, which keeps state"
 
 
 def fewest_alone(config: DecodeConfig) -> int:

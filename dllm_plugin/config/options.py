@@ -297,7 +297,7 @@ class Options(Numbers):
         None,
         WholeNumber(0, MAX_POSITIONS, open=True),
         "Running requests from which `block_diffusion` takes single-block steps; 0: never.",
-        words="where it pays",
+        words="if it pays",
         debug=True,
     )
     compile_step: bool | None = option(

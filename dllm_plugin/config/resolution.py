@@ -217,7 +217,7 @@ def check_commit_alone(config: DecodeConfig) -> None:
         return
     if config.dedicated_commit:
         raise ValueError(
-            f"commit_alone_from {given} changes nothing where every block commits in a forward of "
+            f"commit_alone_from {given} changes nothing if every block commits in a forward of "
             "its own, as with this model at max_active_blocks 1: leave it out."
         )
     if not config.computes_next_block:

@@ -298,5 +298,5 @@ def refuse_adapters(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     if model_config.is_moe and current_platform.is_cpu():
         raise ValueError(
             f"enable_lora on {model_config.architecture} needs a GPU: under it vLLM computes "
-            "experts by Triton kernels alone. Merge one adapter by lora_path."
+            "experts by Triton kernels only. Merge one adapter by lora_path."
         )

@@ -21,7 +21,7 @@ from .decode import DecodeConfig
 
 logger = init_logger("vllm.dllm_plugin")
 
-# Of `additional_config`: the path, where full graphs are measured.
+# Of `additional_config`: the path, if full graphs are measured.
 KEY = "dllm_step_times"
 FOLDER = "dllm_plugin_step_times"
 

@@ -3,7 +3,7 @@
 In a forward m masks accept ``S(m) = p0 (1 - exp(-m / lam)) / (1 - exp(-1 / lam))`` tokens: p0 is
 the share of first masks that are accepted, lam is how fast it falls with their rank.
 
-Where a causal forward verifies drafts, it accepts each draft with one probability, their share.
+If a causal forward verifies drafts, it accepts each draft with one probability, their share.
 Numpy only.
 """
 
@@ -74,7 +74,7 @@ class Acceptance:
     def expected(self) -> tuple[tuple[float, float], np.ndarray]:
         """Return the fitted pair, and the tokens per forward of each width.
 
-        These follow the fit where a width was hardly tried, and what it committed where it was.
+        These follow the fit if a width was hardly tried, and what it committed otherwise.
         """
         error = (self.curves - self.tokens / self.steps) ** 2
         best = int((error * self.steps).sum(axis=1).argmin())

@@ -29,7 +29,7 @@ def plan_block_diffusion(canvas: Canvas, mask_id: int) -> StepPlan:
     """Plan one block after the other; a finished block commits while the next one is denoised.
 
     To compute the finished block and the first step of its successor in one forward is exact: keys
-    of the finished block do not depend on later positions. Where more than one block may be
+    of the finished block do not depend on later positions. If more than one block may be
     active, blocks are opened and activated as in D2F.
     """
     one_R = canvas.max_active_R == 1
@@ -198,7 +198,7 @@ def commit_blocks(
 ) -> StepOutcome:
     """Commit finished blocks, or end the request as soon as its text is final.
 
-    A decided token changes only where the plan allows edits. So a leading run of decided tokens
+    A decided token changes only if the plan allows edits. So a leading run of decided tokens
     that no edit can reach, if it holds a stop token or all the tokens asked for, is the final text:
     it is emitted at once, up to and including the stop token, although the KV of its last block was
     never stored (exact early exit).

@@ -370,7 +370,7 @@ def no_gaps(wanted: str, strategy: str, family: Family) -> str:
         verified = [other for other in FAMILIES.values() if not other.unverified]
         titles = [other.title for other in verified if other.name in taken]
         return (
-            f"{wanted} needs a model that sees the text behind a gap; {family.title} models attend "
+            f"{wanted} needs a model that sees the text after a gap; {family.title} models attend "
             f"causally{where}. Models that can: {', '.join(dict.fromkeys(titles))}."
         )
     if strategy in FULL_ATTENTION:

@@ -25,7 +25,7 @@ def plan_floating(canvas: Canvas, mask_id: int) -> StepPlan:
     active_RS = per_block(candidates_RC, canvas.block_RC, num_slots) > 0
     return without_edits(
         canvas,
-        # What was decided stays decided: a text is final also where this step computes less of it.
+        # What was decided stays decided: a text is final also if this step computes less of it.
         open_R=torch.full_like(canvas.open_R, num_slots + 1),
         active_RS=active_RS,
         full_RS=(slot_S == 1).expand_as(active_RS),
@@ -45,9 +45,9 @@ def block_slots(
     shift: int,
     num_positions: int,
 ) -> Tensor:
-    """Return the block slot of each canvas position, int64 ``[R, C]``; S where there is none.
+    """Return the block slot of each canvas position, int64 ``[R, C]``; S if there is none.
 
-    The window reaches one position further where row i predicts position i + 1. In the narrowest
+    The window reaches one position further if row i predicts position i + 1. In the narrowest
     window of all it is only the first mask: such texts are decoded from left to right.
 
     Args:

@@ -21,7 +21,7 @@ from torch import Tensor
 class Canvas(NamedTuple):
     """Describe the requests of a step to strategies, before and after the forward.
 
-    tokens_RC    int64, the mask id where undecided
+    tokens_RC    int64, the mask id if undecided
     size_RS      int32, positions of each block slot; 0 if the slot has no block
     computed_RS  bool, all positions of the block slot are in this forward
     block_RC     int64, block slot of a position; S for positions of no block
@@ -33,7 +33,7 @@ class Canvas(NamedTuple):
     block_add_threshold_R   float32, opens the next block when the last is this far decided
     decoded_token_threshold_R  float32, fully activates the next block
     max_active_R float32, blocks that block diffusion denoises at once
-    sub_length_R int64, positions of a sub-block; 0 where blocks have none
+    sub_length_R int64, positions of a sub-block; 0 if blocks have none
     tail_R       int32, leading positions that belong to the prompt
     edits_R      bool, tokens of the first block may be replaced
     edits_left_R float32, how many more steps without masks may replace tokens

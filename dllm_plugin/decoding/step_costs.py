@@ -68,7 +68,7 @@ class WeightBytes(NamedTuple):
     """Count the bytes of weights that a step reads.
 
     small    what a step of one position reads
-    expert   one expert, in all layers of a mixture; 0 where there are none
+    expert   one expert, in all layers of a mixture; 0 if there are none
     experts  of a layer; `chosen` of them by each position
     """
 

@@ -1,4 +1,4 @@
-"""Step aside where vLLM registers one of our architectures itself, unless our options are given.
+"""Step aside if vLLM registers one of our architectures itself, unless our options are given.
 
 vLLM's own class and config hook then serve the model, and nothing of ours runs. With a ``dllm``
 option our class takes its place in every process of the engine: the configuration carries the fact.

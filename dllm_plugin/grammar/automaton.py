@@ -1,7 +1,7 @@
 """Build the token automaton of a regular grammar: states, classes of ids, edges.
 
 Ids that lead from every state to the same one are a class, so a step of the automaton looks at
-classes alone. The end of a text is a state of its own: stop tokens lead there from wherever the
+classes only. The end of a text is a state of its own: stop tokens lead there from wherever the
 text is complete, and keep it there. Each state knows how many ids its text lacks at least, which is
 what makes texts complete within a budget.
 """

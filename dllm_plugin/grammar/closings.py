@@ -30,8 +30,8 @@ MOST_FORCED = 64  # bytes of forced text
 class Limits(NamedTuple):
     """Bound a search: `nodes` places of each search, and two deadlines.
 
-    With places alone a search finds the same on any machine, so time is a last resort. It is this
-    thread's processor time, because a thread beside a busy one mostly waits for Python's lock.
+    Bounded by places only, a search finds the same on any machine, so time is a last resort. It is
+    this thread's processor time, because a thread beside a busy one mostly waits for Python's lock.
 
     deadline  by `time.thread_time`
     latest    by `time.monotonic`

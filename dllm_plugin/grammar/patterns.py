@@ -162,7 +162,7 @@ def _quantifier(pattern: str, at: int, before: str) -> tuple[Token, int]:
     if found is None or found[0] == "{}":
         return _of_ranges([(ord("{"), ord("{"))]), at + 1
     if before == "?" or (before == "*" and found[0] != "?"):
-        raise ValueError(f"has {found[0][:SHOWN]!r} behind another repeat")
+        raise ValueError(f"has {found[0][:SHOWN]!r} after another repeat")
     if before == "*":
         return Token("?", found[0]), found.end()
     text = found[0]
@@ -259,7 +259,7 @@ def _escape(pattern: str, at: int) -> tuple[tuple[Ranges, Ranges], int]:
 def _check_anchors(
     tokens: list[Token], anchor: str, opening: str, closing: str, verb: str
 ) -> None:
-    """Raise ValueError where an anchor stands amid a text. For ends, tokens come backwards."""
+    """Raise ValueError if an anchor stands amid a text. For ends, tokens come backwards."""
     free = True  # nothing precedes
     # What `free` was where each open group starts.
     outside: list[bool] = []

@@ -328,7 +328,7 @@ def expression(
 
     Args:
         kind: "json", "regex", "choice" or "grammar"; anything else is not regular.
-        spec: as vLLM writes it. A choice may be written as a grammar of literals alone.
+        spec: as vLLM writes it. A choice may be written as a grammar of literals only.
         whitespace: whether JSON may hold a blank between its tokens.
     """
     blanks: dict[str, object] = {"whitespace": WHITESPACE if whitespace else ""}

@@ -72,7 +72,7 @@ class GrammarState:
         """Start before the first id.
 
         Args:
-            stops: ids that end a text; the first one is taken where there is a choice.
+            stops: ids that end a text; the first of them is taken if there is a choice.
             writes: whether forced ids are written at all, or are the frontier's only choice.
             guide: knows the shortest closings, if the grammar is regular.
             chart: knows closings by the rules of the grammar, if they can be read.
@@ -122,7 +122,7 @@ class GrammarState:
             raise DeadEnd("the grammar allows no text that this tokenizer can spell")
 
     def check(self, canvas: Sequence[int]) -> GrammarCheck:
-        """Check a canvas: ids from the first uncommitted position on, -1 where undecided."""
+        """Check a canvas: ids from the first uncommitted position on, -1 if undecided."""
         run, stopped = self._run(canvas)
         if stopped:
             self.matcher.rollback(run - 1)

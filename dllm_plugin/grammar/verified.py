@@ -1,4 +1,4 @@
-"""Follow a request's grammar where causal forwards verify drafts.
+"""Follow a request's grammar if causal forwards verify drafts.
 
 The grammar restricts each row by the text before its position, so the text is that of causal
 decoding under the grammar, whatever was drafted. The first id of a canvas was chosen by the
@@ -42,7 +42,7 @@ class VerifiedState(GrammarState):
     _closings: list[list[int]]
 
     def check(self, canvas: Sequence[int]) -> RowCheck:  # type: ignore[override]
-        """Check ids from the first uncommitted position on, -1 where undecided."""
+        """Check ids from the first uncommitted position on, -1 if undecided."""
         self._ids, self._closings = [], [self.witness]
         if not canvas or canvas[0] < 0:
             return RowCheck(0, NO_ID, 0, [self._row()])

@@ -25,7 +25,7 @@ SOURCES = ("text", "parts", "draft")
 class Gapped(NamedTuple):
     """Describe a text with gaps as the engine takes it; every gap has one length.
 
-    pieces  what follows the prompt: tokens and text of a part, or no tokens where it is a gap
+    pieces  what follows the prompt: tokens and text of a part, or no tokens if it is a gap
     """
 
     parts: list[Part]

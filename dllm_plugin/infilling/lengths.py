@@ -187,7 +187,7 @@ def score_of(
     Args:
         gaps: what they got; of an empty one its end token counts.
         logprobs: of the answer's tokens, when they were decided.
-        of_tail: of the tail's first tokens behind all that.
+        of_tail: of the tail's first tokens after the fills.
     """
     of_fill = [
         logprob

@@ -64,7 +64,7 @@ def move_rows(
 def move_rows_reference(
     from_TV: Tensor, from_R: Tensor, to_NV: Tensor, slots_R: Tensor, moved_R: Tensor
 ) -> None:
-    """Copy row `from_R` of `from_TV` to row `slots_R` of `to_NV`, where `moved_R` is true."""
+    """Copy row `from_R` of `from_TV` to row `slots_R` of `to_NV` if `moved_R` is true."""
     new_RV = from_TV[from_R].to(to_NV.dtype)
     old_RV = to_NV[slots_R]
     to_NV[slots_R] = torch.where(moved_R[:, None], new_RV, old_RV)

@@ -1,6 +1,6 @@
 """Rotate queries and keys, store keys and values: a Triton kernel, and its plain-torch reference.
 
-One launch per layer: vLLM needs two, or three where the compiler rotates queries and keys
+One launch per layer: vLLM needs two, or three if the compiler rotates queries and keys
 separately. At few positions a launch takes 2 us and the gap before it 0.4 us, whatever it moves.
 
 With scales, queries, keys and values become float8 (e4m3): rounded to the model's dtype first, then

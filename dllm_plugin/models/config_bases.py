@@ -41,7 +41,7 @@ class DiffusionConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     # `_name_or_path` as the checkpoint's author saved it
     source_name: str | None = None
-    # Whether `--dtype` is `auto`; None where vLLM's own choice stays (`engine/auto_dtype.py`).
+    # Whether `--dtype` is `auto`; None if vLLM's own choice stays (`engine/auto_dtype.py`).
     dtype_left_open: bool | None = None
 
     @property

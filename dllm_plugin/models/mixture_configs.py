@@ -97,7 +97,7 @@ class LLaDAMoEConfig(OfQwen3Moe):
 
 
 class RND1Config(OfQwen3Moe):
-    """Read RND1: Qwen3-MoE's keys, and its authors' pad and EOS where the file has none."""
+    """Read RND1: Qwen3-MoE's keys, and its authors' pad and EOS if the file has none."""
 
     model_type = "rnd1"
     label = "RND1"
@@ -110,7 +110,7 @@ class RND1Config(OfQwen3Moe):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "RND1Config":
-        """Read the keys; some are published as false where transformers takes a null."""
+        """Read the keys; some are published as false, but transformers takes a null."""
         unset = ("rope_scaling", "sliding_window")
         read = {k: v for k, v in config_dict.items() if v or k not in unset}
         return super().from_dict(read, **kwargs)

@@ -103,7 +103,7 @@ def read_draft_adapter(
     if adapter.targets != (TARGET,):
         raise ValueError(
             f"draft_adapter '{path}' targets {list(adapter.targets)}; only ['{TARGET}'] can be "
-            "applied to draft rows alone."
+            "applied only to draft rows."
         )
     if adapter.base_name:
         config = model_config.hf_config

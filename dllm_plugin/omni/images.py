@@ -135,9 +135,7 @@ class ImageProcessor(IOProcessor[Any, Any]):
             tensor_of(output, error, f"data[{i}]: " * several) for i, output in found
         ]
         if served and any(tensor.is_floating_point() for tensor in tensors):
-            raise VLLMValidationError(
-                "output_type must be 'pil' where a server answers."
-            )
+            raise VLLMValidationError("output_type must be 'pil' if a server answers.")
         return [
             t if t.is_floating_point() else [picture(p, served) for p in t]
             for t in tensors

@@ -215,7 +215,7 @@ class PlainModel:
         start: int = 0,
         slots: Slots | None = None,
     ) -> list[Tensor]:
-        """Compute the states behind the embedding and every layer; None: all see everything."""
+        """Compute the states after the embedding and every layer; None: all see everything."""
         x = self.weights["model.embed_tokens.weight"][tokens]
         states, turns = [x], self._turns(start, len(tokens))
         for i in range(self.sizes.layers):
@@ -238,7 +238,7 @@ class PlainModel:
         return block_N[:, None] >= block_N[None, :]
 
     def states(self, tokens: list[int], block: list[int]) -> States:
-        """Compute the hidden states behind the embedding and every layer, and logits."""
+        """Compute the hidden states after the embedding and every layer, and logits."""
         states = self._states(tokens, self._visible(block))
         return states, self._head(states[-1])
 
@@ -280,7 +280,7 @@ def _mask_id(folder: Path, sizes: Sizes) -> int:
 def _written(
     kept: tuple[Tensor, Tensor] | None, computed: tuple[Tensor, Tensor], start: int
 ) -> tuple[Tensor, Tensor]:
-    """Write keys and values into their slots, in place where there are so many; return all."""
+    """Write keys and values into their slots, in place if there are so many; return all."""
     stop = start + computed[0].shape[1]
     if kept is None:
         return computed

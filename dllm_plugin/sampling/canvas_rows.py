@@ -84,7 +84,7 @@ class CanvasRows(LogitsRows):
     """Find the rows of all computed canvas positions: nothing has to be known before the forward.
 
     With shifted logits one row is missing, that of the last committed position. It is kept, as the
-    *carry row* of the slot, from the forward that committed the position. Where a finished block
+    *carry row* of the slot, from the forward that committed the position. If a finished block
     commits in a forward of its own no row is kept: it has decided its position by then, see
     :mod:`dllm_plugin.sampling.features.first_token`.
     """

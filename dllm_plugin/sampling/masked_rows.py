@@ -174,7 +174,7 @@ class MaskedRows(LogitsRows):
 
         Args:
             known_RK: what the host knows, int64: place in the batch, slot, where it takes the
-                canvas to start, canvas positions of this forward, where the refresh behind this
+                canvas to start, canvas positions of this forward, where the refresh after this
                 block starts, row of the batch that predicts the first position, number of the
                 request's first row, and number of all rows.
         """

@@ -80,7 +80,7 @@ class Emitted(NamedTuple):
     tokens_RC   int64, from position 0 on
     emitted_R   int32, how many of them are emitted
     rejected_R  int32, by how much the request's computed positions fall back
-    broken_R    int32, positions whose logits were NaN or infinite where a token was wanted.
+    broken_R    int32, positions whose logits were NaN or infinite although a token was wanted.
                 Asynchronous full attention packs `left_R` in it: `config/worker_carriers.py`.
     left_R      int32, positions that are still masked in blocks that go on, 0 in others; None if
                 nobody counts them

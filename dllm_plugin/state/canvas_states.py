@@ -58,7 +58,7 @@ class CanvasStates:
     tail_N           int32, leading canvas positions that belong to the prompt: never emitted
     post_step_N      int32, steps that the first block has had without masks and not committed
     cached_N         bool, every position of the first block has KV of this block's steps
-    counter_N        `step_N`, or `block_step_N` where a preempted block is decoded again
+    counter_N        `step_N`, or `block_step_N` if a preempted block is decoded again
     number_X         int64, the numbers from 0, as many as all canvases have positions
     position_C       int64, the canvas positions, for code that is not compiled
     """
@@ -97,7 +97,7 @@ class CanvasStates:
         if config.restarts_blocks:
             self.counter_N = self.block_step_N
         if method.verifies:
-            # Random numbers by position alone: a text does not depend on what was drafted.
+            # Random numbers by position only: a text does not depend on what was drafted.
             self.counter_N = torch.zeros_like(self.step_N)
 
         # Tables of other owners that move with the canvas: kept and restored like it.

@@ -44,7 +44,7 @@ class PreemptedRows:
     def restore(self, tables: Sequence[Tensor]) -> None:
         """Write the staged rows into tables whose first two are `start_N` and `ended_N`.
 
-        Rows are for the text they were kept at, so they are left out where the request starts
+        Rows are for the text they were kept at, so they are left out if the request starts
         elsewhere or had ended. That is decided on the device.
         """
         for slot, kept in self._returning:

@@ -122,7 +122,7 @@ class RequestTable:
         self.origin.write(slot, origin)
         self.layouts_np[slot] = layout_of(request, origin, end, template)
         blocks = -(-(end - origin) // length)
-        # Where blocks may start anywhere, a last one may begin just before the end.
+        # If blocks may start anywhere, the last block may begin just before the end.
         blocks += method.verifies
         last = min(origin + blocks * length, context)
         ends_exactly = template is not None or method.exact_end

@@ -245,7 +245,7 @@ def test_given_tokens_have_log_probabilities(served: Served) -> None:
     wishes = [test_targets.target_params(text, masked) for _, text, masked in jobs]
     if not served.config.method.full_attention:
         wishes[0].extra_args.pop("dllm_template")
-        sees = "a model that sees the text behind a gap"
+        sees = "a model that sees the text after a gap"
         if not served.config.family.absolute_grid:
             sees = "full attention: under strategy 'block_diffusion'"
         with pytest.raises(refused(), match=f"dllm_targets needs {sees}"):

@@ -81,7 +81,7 @@ class Served(NamedTuple):
 
     def check_no_gaps(self, wanted: str, path: str, **body: Any) -> None:
         """Check that a family that attends causally refuses what is wanted."""
-        why = f"{wanted} needs a model that sees the text behind a gap; "
+        why = f"{wanted} needs a model that sees the text after a gap; "
         assert why in self.refusal(path, **body)
 
     def refusal(self, path: str = "chat/completions", **body: Any) -> str:

@@ -307,7 +307,7 @@ REFUSED = [
     ({"prompt_logprob_token_ids": [[5]]}, "rows of prompts do not become logits"),
     ({"dllm_early_text": 1}, "is not supported"),
     ({"dllm_steps": 2}, "has no effect with strategy 'introspective'"),
-    ({"dllm_template": [-1, 5]}, "sees the text behind a gap"),
+    ({"dllm_template": [-1, 5]}, "sees the text after a gap"),
 ]
 
 

@@ -298,7 +298,7 @@ def test_refused_by_name(room: EngineRoom) -> None:
         (
             "sdar",
             {},
-            "dllm_template needs a model that sees the text behind a gap; SDAR models attend "
+            "dllm_template needs a model that sees the text after a gap; SDAR models attend "
             "causally from block to block. Models that can: LLaDA, LLaDA-MoE, Dream, RND1, A2D.",
         ),
     ],

@@ -139,7 +139,10 @@ from dllm_plugin.commands import cli, doctor, models, options, phases
             ["eval", "--schedule", "8", "--output", "."],
             "--output is where --all writes: add --all",
         ),
-        (["eval", "--all", "--refreshes"], "--refreshes is alone, or a part of --all"),
+        (
+            ["eval", "--all", "--refreshes"],
+            "--refreshes stands by itself, or a part of --all",
+        ),
         (
             ["eval", "--all", "--output", "/no/such/folder"],
             "/no/such/folder is not a folder",

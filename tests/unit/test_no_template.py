@@ -22,7 +22,7 @@ WANTED = pytest.mark.parametrize(
 def test_models_that_attend_from_block_to_block(architecture: str, wanted: str) -> None:
     config = resolve(Options(), architecture, 512, MASK)
     assert no_template(config, wanted) == (
-        f"{wanted} needs a model that sees the text behind a gap; {TITLES[architecture]} models "
+        f"{wanted} needs a model that sees the text after a gap; {TITLES[architecture]} models "
         "attend causally from block to block. Models that can: LLaDA, LLaDA-MoE, Dream, RND1, A2D."
     )
 

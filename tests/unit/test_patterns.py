@@ -86,16 +86,16 @@ REFUSED = {
     r"(a\Z|b)c": "has '\\\\Z' where",
     "(^a)+": "has '^' in a group that repeats, or may be left out",
     "(^a)?b": "has '^' in a group",
-    "a++": "has '+' behind another repeat",
-    "a{2}{3}": "has '{3}' behind another repeat",
-    "a*?*": "has '*' behind another repeat",
+    "a++": "has '+' after another repeat",
+    "a{2}{3}": "has '{3}' after another repeat",
+    "a*?*": "has '*' after another repeat",
     "((^a)b){2}": "has '^' in a group",
     "(a$)+": "has '$' where",
     r"[^\s\S]": "which no character fits",
     "[b-a]": "has 'b-a', which is no range of characters",
     "[" + "c" * 999 + "b-a]": "has 'b-a', which",
     r"[^\s\S" + "c" * 999 + "]": "cccc', which no character fits",
-    "a*{" + "9" * 999 + "}": "9999' behind another repeat",
+    "a*{" + "9" * 999 + "}": "9999' after another repeat",
     r"[\d-x]": "which is no range",
     "[a": "a class at character 1 that never ends",
     r"\D"
@@ -116,9 +116,9 @@ def test_what_is_refused(pattern: str) -> None:
 
 OF_SCHEMAS = [
     ({"pattern": "(?m)^a"}, "'(?m)^a', which has flags, or classes of too many"),
-    ({"patternProperties": {"a{2}{3}": {}}}, "'a{2}{3}', which has '{3}' behind"),
+    ({"patternProperties": {"a{2}{3}": {}}}, "'a{2}{3}', which has '{3}' after"),
     ({"items": {"pattern": r"\p{Nothing}"}}, "has 'Nothing', which is no property"),
-    ({"$defs": {"a": {"pattern": "a*+b"}}}, "'a*+b', which has '+' behind another"),
+    ({"$defs": {"a": {"pattern": "a*+b"}}}, "'a*+b', which has '+' after another"),
 ]
 
 

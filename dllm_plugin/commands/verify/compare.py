@@ -109,7 +109,7 @@ def _place(depth: int, count: int) -> str:
 class Difference:
     """Store the first decision in which both differ.
 
-    Proposals are (token, confidence); None where a side did not compute the position.
+    Proposals are (token, confidence); None if a side did not compute the position.
     """
 
     forward: int  # counted from 1, among those that decided anything
@@ -228,7 +228,7 @@ class Verdict:
 
 
 def _short(number: float) -> float | None:
-    """Round for the report; None where JSON has no number."""
+    """Round for the report; None if JSON has no number."""
     return float(f"{number:.3g}") if math.isfinite(number) else None
 
 

@@ -198,7 +198,7 @@ def load(
     if own_code:
         if config.lora_path is not None:
             raise ValueError(
-                "An adapter is merged into our plain model alone: leave out --trust-remote-code."
+                "An adapter is merged only into our plain model: leave out --trust-remote-code."
             )
         model = own_model(folder, dtype).to(device).eval()
         own = OwnCode(model, family.logits_shift, config.mask_token_id, num_layers)

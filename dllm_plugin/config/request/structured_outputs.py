@@ -104,7 +104,7 @@ def check_structured_outputs(params: SamplingParams) -> None:
         if getattr(asked, name):
             raise ValueError(
                 f"structured_outputs {name} {shown(getattr(asked, name))} of a request would be "
-                "ignored, for vLLM reads it of --structured-outputs-config alone: leave it out."
+                "ignored, for vLLM reads it only of --structured-outputs-config: leave it out."
             )
     for token, bias in (params.logit_bias or {}).items():
         if math.isinf(bias):

@@ -126,7 +126,7 @@ def _without_all_of(written: dict[str, Any], root: Any) -> Any:
     for branch in branches if isinstance(branches, list) else []:
         found = schemas.resolved(branch, root)
         if found is not branch and "allOf" in found:
-            raise Unreadable("allOf behind a reference within allOf")
+            raise Unreadable("allOf after a reference within allOf")
         written = _merged(written, found)
     return written
 
@@ -297,7 +297,7 @@ def _if_wide(named: StructuredOutputKey, schema: Any) -> StructuredOutputKey | N
 
 
 def choose_guidance(params: SamplingParams) -> None:
-    """Take guidance where vLLM chose a backend that cannot go back.
+    """Take guidance if vLLM chose a backend that cannot go back.
 
     vLLM never asks guidance about `patternProperties`, which guidance 1.7 reads. Raises ValueError
     if guidance refuses the schema.

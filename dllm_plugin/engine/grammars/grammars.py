@@ -47,7 +47,7 @@ REMEMBERED = 256
 class CanvasGrammar(OwnGrammar):
     """Follow a request's grammar, and store the last known ids of its canvas.
 
-    canvas   ids from the first uncommitted position on, -1 where undecided
+    canvas   ids from the first uncommitted position on, -1 if undecided
     is_kept  workers keep this canvas also while the request is preempted
     """
 

@@ -191,7 +191,7 @@ class LoadScheduler(DiffusionScheduler):
 class DraftScheduler(LoadScheduler):
     """Schedule as many drafts of each request as pay by load and acceptance.
 
-    Where none pay, steps are those of causal decoding. A request that names its length keeps it.
+    If none pay, steps are those of causal decoding. A request that names its length keeps it.
     """
 
     chosen = "Lengths of drafts"

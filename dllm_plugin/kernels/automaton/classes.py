@@ -105,7 +105,7 @@ def choose(
     token_ptr,
     TILE: tl.constexpr,
 ):
-    """Write the best id of a class in a row, or a sampled one; 0 where there is no class."""
+    """Write the best id of a class in a row, or a sampled one; 0 if there is no class."""
     row = tl.program_id(0).to(tl.int64)
     which = tl.load(which_ptr + row)
     kind = tl.load(class_ptr + row)

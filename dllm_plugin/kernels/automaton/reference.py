@@ -1,7 +1,7 @@
 """Find the likeliest text of a token automaton for each canvas: the plain-torch reference.
 
 It is what CPUs run. Scores of a class of ids are those of its best id, so a step of the Viterbi
-algorithm looks only at classes (DINGO, arXiv 2505.23061). Where a request samples, classes score
+algorithm looks only at classes (DINGO, arXiv 2505.23061). If a request samples, classes score
 the sum of their probabilities, states are summed instead of maximised (forward filtering), and the
 text is drawn from its end (backward sampling): an exact draw from the product of the rows'
 distributions, given that the text is valid.
@@ -53,8 +53,8 @@ class Canvases(NamedTuple):
     which_G      int64, its place in the tables
     state_G      int64, state in front of the first position
     given_GC     int64, class of a decided token, OPEN or OUTSIDE
-    room_G       int64, ids that may follow the canvas; FAR where the text need not be complete
-    temperature_G float32, 0 where the best text is wanted
+    room_G       int64, ids that may follow the canvas; FAR if the text need not be complete
+    temperature_G float32, 0 if the best text is wanted
     seed_G, step_G int64, counters of random numbers
     position_G   int64, absolute position of the first canvas position
     """
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
 
     source_T     int64, row of `logits_XV`
     which_T      int64, place of its automaton in the tables
-    temperature_T float32, 0 where the best id is wanted
+    temperature_T float32, 0 if the best id is wanted
     seed_T, position_T, step_T  int64, counters of random numbers
     mask_id      the id that is always banned
     bias         as in :func:`dllm_plugin.kernels.confidence.reference.propose_rows`, by `slot_T`
@@ -124,7 +124,7 @@ def _read(rows: Rows) -> Tensor:
 def score_rows(tables: Tables, rows: Rows) -> Tensor:
     """Return the log-probability of the best id of each class, or of all its ids: ``[T, K]``.
 
-    Of all its ids where the row samples. Classes without ids are never looked at.
+    Of all its ids if the row samples. Classes without ids are never looked at.
     """
     logits_TV = _read(rows)
     class_TV = tables.class_AV[rows.which_T].to(torch.int64)

@@ -19,8 +19,8 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 class RowStats(NamedTuple):
     """Store the proposed token of each logits row and its confidence.
 
-    token_T int64; confidence_T float32, probability of the token; broken_T int32, 1 where the
-    largest logit is NaN or infinite (not where a bias bans all ids); where asked for, entropy_T
+    token_T int64; confidence_T float32, probability of the token; broken_T int32, 1 if the
+    largest logit is NaN or infinite (not if a bias bans all ids); if asked for, entropy_T
     float32 ``sum p ln(p + 1e-10)`` (D2F ``neg_entropy``) and margin_T float32, the difference of
     the two largest probabilities. NaN if a row is broken or has only banned ids.
     """
@@ -85,7 +85,7 @@ class Reading(NamedTuple):
                 0 is zero
     source_T    int, which row of `logits_XV` each row is; None if all of them in order
     token_T     int64, tokens that were chosen before: only their confidence is computed, and rows
-                are broken where these tokens' logits are NaN or inf, or all logits -inf
+                are broken if these tokens' logits are NaN or inf, or all logits -inf
     num_rows    length of the result; entries after the rows are zero
     """
 
@@ -155,7 +155,7 @@ def add_bias(
 
 
 def is_broken(chosen_T: Tensor, largest_T: Tensor) -> Tensor:
-    """Return, as int32, where a chosen logit is NaN or inf, or the largest of its row is -inf.
+    """Return, as int32, whether a chosen logit is NaN or inf, or the largest of its row is -inf.
 
     An id at -inf is one that the model rules out, and no fault.
     """

@@ -185,7 +185,7 @@ def scan(
         bias_ptr += tl.load(bias_row_ptr + slot) * bias_stride
         floor = tl.where(tl.load(bias_row_ptr + slot) > 0, -1e15, -1e30)  # see `lowest`
     scale = 1.4426950408889634  # exp2 instead of exp
-    if TEMPER:  # also where tokens are given
+    if TEMPER:  # also if tokens are given
         scale = scale / _divisor(temperature_ptr, slot)
     is_sampled = False
     if SAMPLE:

@@ -3,7 +3,7 @@
 A text must not contain the sequence of tokens. Whichever of them would be decided last is banned:
 before a step, each masked position loses the ids that would complete a sequence with the decided
 tokens around it. Several positions of one step can still complete a sequence together; then the
-last of them is not unmasked in this step. Where drafts are verified, a row is restricted by the
+last of them is not unmasked in this step. If drafts are verified, a row is restricted by the
 tokens before its position. Shape letters as in :mod:`dllm_plugin.decoding.plan`; W
 words of a slot, L tokens of the longest, A alignments.
 

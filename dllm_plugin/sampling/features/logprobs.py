@@ -1,6 +1,6 @@
 """Store log-probabilities of tokens, as they were when each was unmasked, until it is emitted.
 
-Where tokens move, the rows that wrote them belong to other texts: there all tokens have those of
+If tokens move, the rows that wrote them belong to other texts: there all tokens have those of
 the forward after which they are emitted: the one that stores their block, or decides the last one.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, K columns: the token itself, then

@@ -3,7 +3,7 @@
 The formulas are those of vLLM. The text is what is known at the start of a step: the prompt with
 the tokens of a template, and every other decided position. It is counted anew in each step, so no
 token counts twice: tokens before the canvas are those that vLLM stores, the others are those of
-the canvas. Where drafts are verified, a row counts the canvas up to the position that it predicts,
+the canvas. If drafts are verified, a row counts the canvas up to the position that it predicts,
 as vLLM's speculative decoding does.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; N slots, U requests of a step

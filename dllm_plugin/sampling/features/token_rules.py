@@ -31,7 +31,7 @@ class TokenRules(StepFeature):
 
     Kernels and compiled code read the tables, so a step with rules has no active feature for them.
 
-    stop       int64 ``[N, K]``, UNUSED or see EARLY_ONLY where it is no stop token
+    stop       int64 ``[N, K]``, UNUSED or see EARLY_ONLY if it is no stop token
     min_end    int64 ``[N]``, first absolute position where a stop token is allowed
     bias_row   int64 ``[N]``, row of the bias table; row 0 is all zeros
     bias_MV    float32, one row per request with a bias; made for the first of them
