@@ -220,7 +220,7 @@ def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
         if settings.measured.full_attention:
             continue
         span = answer.arrivals[-1].step - answer.arrivals[0].step
-        # A finished block arrives with the first step of the next one.
+        # A finished block arrives with the first step of the next block.
         expected = answer.forwards - steps_per_block(settings, canvas) - 1
         if span != expected:
             raise ValueError(

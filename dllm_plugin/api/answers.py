@@ -115,7 +115,7 @@ class Encoder:
     context: int
 
     def __call__(self, text: str, special: bool = False) -> list[int]:
-        """Return the tokens of a text that follows other text, if need be with special ones."""
+        """Return the tokens of a text that follows other text, if need be with special tokens."""
         # Other requests wait meanwhile, so nothing is encoded that cannot fit.
         fewest = len(text) // self.tokenizer.max_chars_per_token
         if fewest > self.context:
@@ -132,7 +132,7 @@ class Encoder:
         return self(text, special) or beginning(self.tokenizer)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 

@@ -29,7 +29,7 @@ REFUSED: ContextVar[list[str]] = ContextVar("REFUSED")
 class BegunCharacters:
     """Add requests to vLLM's output processor as it does, but for such prompts.
 
-    grammars  the field of a body that has one, and where to say why it is refused
+    grammars  the field of a body that has a grammar, and where to say why it is refused
     """
 
     request_states: dict[str, Any]

@@ -140,7 +140,7 @@ def _reworded(reply: bytes, body: bytes) -> bytes:
 def sentence_of(errors: str, body: bytes) -> str:
     """Return a sentence for pydantic's errors, as vLLM lists them or as pydantic does.
 
-    Of the types that a field may have, that which reads most of the value counts.
+    Of the types that a field may have, the type that reads most of the value counts.
     """
     try:
         fields = json.loads(body)
@@ -167,7 +167,7 @@ def sentence_of(errors: str, body: bytes) -> str:
 
 def _said(found: list[tuple[str, str]], fields: Any) -> str:
     """Return a sentence for the places and words of errors."""
-    # A kind whose fixed word is another one is not what was meant.
+    # A kind whose fixed word differs is not what was meant.
     others = tuple(loc.rpartition(".")[0] for loc, said in found if WORD.match(said))
     meant = [entry for entry in found if not entry[0].startswith(others)]
     if any(said == "Field required" for _, said in meant):

@@ -1,6 +1,6 @@
-"""Ask vLLM's handler for forwards that score given tokens, each of which is one request.
+"""Ask vLLM's handler for forwards that score given tokens, each forward one request.
 
-A request's template masks some tokens of a text, and its targets say which ones they must take.
+A request's template masks some tokens of a text, and its targets are what these must become.
 """
 
 import asyncio

@@ -80,7 +80,7 @@ def counts_of(
 
     Args:
         tokens: completion tokens of the choice.
-        prompt_tokens: of the prompt, cached ones included.
+        prompt_tokens: of the prompt, cached tokens included.
         cached: cached prompt tokens as vLLM reports them. Read only if canvases float;
             None: estimated from the positions that belong to no forward.
     """

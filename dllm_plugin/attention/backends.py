@@ -142,7 +142,7 @@ def set_causal_backend(vllm_config: VllmConfig) -> None:
     """Choose an attention backend that tells causal sequences from others, on GPUs.
 
     It is TRITON_ATTN. FlashAttention 3 is taken if asked for: the time of its two calls a layer has
-    not been measured. Raises ValueError if the user chose another one.
+    not been measured. Raises ValueError if the user chose another backend.
     """
     if not (
         get_decode_config(vllm_config).method.causal_commit

@@ -59,7 +59,7 @@ class SegmentFlashMetadata(FlashAttentionMetadata):
     """Extend vLLM's metadata by what two masks, a cascade and a deferred rotation need.
 
     bidirectional: the sequences that attend in both directions, if vLLM's fields describe the
-    causal ones only; None if all sequences have one mask.
+    causal sequences only; None if all sequences have one mask.
     canvas_suffix: the suffix of a cascade; vLLM's fields then describe only the prefix, so
     `seq_lens` are the contexts. None without a cascade.
     positions: int64 ``[T]`` of the forward's tokens, for layers that rotate here; None if the

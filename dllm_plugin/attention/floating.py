@@ -31,7 +31,7 @@ def floating_sequences(
     block_tables: Sequence[Tensor],
     per_canvas: int,
 ) -> SequenceTensors:
-    """List the sequences of any batch: canvases first, then prefills without empty ones."""
+    """List the sequences of any batch: canvases first, then prefills without empty sequences."""
     canvases = count_canvases(batch)
     spans = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
     request = np.repeat(np.arange(canvases), per_canvas)

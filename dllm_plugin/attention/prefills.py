@@ -5,7 +5,7 @@ Shape letters: B sequences.
 `max_sequences` bounds the buffers with one entry per sequence.
 
 A sequence is a run of queries with keys of its own, as variable-length attention takes it. Each
-query segment is one, so a step can have more sequences than requests.
+query segment is a sequence, so a step can have more sequences than requests.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class Deferred(nn.Module):
 def defer(model: nn.Module, backend: AttentionBackendEnum | None) -> None:
     """Move the rotations of a model's layers into their attention, if both support it.
 
-    `backend` is the one that was selected. Without FLASH_ATTN its module is not even imported,
+    `backend` was selected. Without FLASH_ATTN its module is not even imported,
     since importing it loads FlashAttention's libraries.
     """
     if backend != AttentionBackendEnum.FLASH_ATTN:

@@ -57,7 +57,7 @@ from .prefills import (
 
 
 def batch_sequences(batch: InputBatch, states: CanvasStates) -> Sequences:
-    """List the sequences of a batch without empty ones, in the runner's order of requests.
+    """List the sequences of a batch, none of them empty, in the runner's order of requests.
 
     That is canvases first, then prefills.
     """
@@ -224,7 +224,7 @@ class AttentionSequences:
     def _uniform_length(self, batch: InputBatch, is_full: bool) -> int:
         """Return how many positions each canvas computes in a step that may have a cascade, else 0.
 
-        Blocks have one in full graphs. Floating canvases have one in any step without prompts in
+        Blocks have a cascade in full graphs, floating canvases in any step without prompts in
         which all of them have one width: if these are many, such steps are too large for graphs.
         """
         floats = self.states.floating is not None
@@ -258,7 +258,7 @@ class AttentionSequences:
     def captured(
         self, batch: InputBatch, block_tables: Sequence[Tensor]
     ) -> SequenceTensors:
-        """Fill the buffers that graphs read: all sequences of canvases, then empty ones.
+        """Fill the buffers that graphs read: all sequences of canvases, then empty sequences.
 
         All requests compute their whole canvas, or all compute one block of the configured length,
         which may be several blocks of a request's own length, or a share of one; or all refresh.

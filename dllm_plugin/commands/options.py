@@ -254,7 +254,7 @@ def words_of(option: str) -> tuple[str, ...]:
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1. Raises ArgumentTypeError for smaller ones."""
+    """Return a whole number of at least 1. Raises ArgumentTypeError for smaller numbers."""
     return _whole(text, 1, MAX_POSITIONS)
 
 

@@ -34,7 +34,7 @@ OF_DRAFTS = "SpecDecoding metrics"  # numbers that mean nothing here
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): (.+)")
 _STARTING: list["StartLog"] = []
 _FAILURE = re.compile(rb"\bERROR\b|^Traceback", re.MULTILINE)
-# Errors that only say that there was another one.
+# Errors that only say that there was another error.
 _CONSEQUENCES = (
     "initialization failed",
     "root cause",
@@ -205,7 +205,7 @@ def _duplicate(number: int, stream: TextIO) -> TextIO:
 
 
 def cause(log: Path) -> str | None:
-    """Return the message of the last error in a log that is no consequence of another one."""
+    """Return the message of the last error in a log that is no consequence of another error."""
     found = None
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         match = _ERROR.search(line)

@@ -203,7 +203,7 @@ class Lifecycle:
             task.cancel()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse a new one while running requests end.
+        """Pass a request on, or refuse a new request while running requests end.
 
         `/health` and `/ready` then fail, so that balancers send no more requests.
         """

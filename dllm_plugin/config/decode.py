@@ -135,7 +135,7 @@ class DecodeConfig:
 
     @property
     def computes_next_block(self) -> bool:
-        """Return whether a step computes the block being denoised and, as masks, the next one."""
+        """Return whether a step computes the block being denoised and, as masks, the next block."""
         one = self.method.next_block and self.max_active_blocks == 1
         return (
             one

@@ -82,7 +82,7 @@ def connector_of(vllm_config: VllmConfig) -> str | None:
 
 
 def shares_pages(vllm_config: VllmConfig) -> bool:
-    """Return whether a request may find pages of another one, here or by a connector."""
+    """Return whether a request may find pages of another request, here or by a connector."""
     cached = vllm_config.cache_config.enable_prefix_caching
     return cached or connector_of(vllm_config) is not None
 

@@ -13,7 +13,7 @@ import numpy as np
 
 P0 = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 LAMBDA = (0.7, 1.5, 2.5, 4.0, 7.0, 12.0)
-# Narrow windows teach nothing about wide ones, so the first guess is an optimistic one.
+# Narrow windows teach nothing about wide windows, so the first guess is optimistic.
 PRIOR, PRIOR_STEPS = (0.9, 4.0), 60.0
 MOST_STEPS = 20_000.0  # what came before them is forgotten
 FIT_STEPS = 1000.0  # what the fit counts for at a width, beside steps of that width

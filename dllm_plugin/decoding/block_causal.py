@@ -17,7 +17,7 @@ from .plan import Canvas, StepOutcome, StepPlan, replaced
 def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:
     """Plan discrete diffusion forcing: several blocks at once (D2F paper, algorithm 2).
 
-    At most one block is opened per step, when the last one is decided far enough; a block whose
+    At most one block is opened per step, when the last block is decided far enough; a block whose
     predecessor is decided far enough is fully activated for good; ratios compare with ``>=``.
     """
     return _plan_blocks(
@@ -26,7 +26,7 @@ def plan_d2f(canvas: Canvas, mask_id: int) -> StepPlan:
 
 
 def plan_block_diffusion(canvas: Canvas, mask_id: int) -> StepPlan:
-    """Plan one block after the other; a finished block commits while the next one is denoised.
+    """Plan one block after the other; a finished block commits while the next block is denoised.
 
     To compute the finished block and the first step of its successor in one forward is exact: keys
     of the finished block do not depend on later positions. If more than one block may be

@@ -72,7 +72,7 @@ def rank_in_block(
 def _rank_by_counting(
     score_RC: Tensor, candidates_RC: Tensor, group_RC: Tensor | None
 ) -> Tensor:
-    """Count the positions (of its group) that come before each one. No score may be NaN.
+    """Count the positions (of its group) that come before each position. No score may be NaN.
 
     The form of :func:`rank` that compiles to one kernel; uncompiled it needs ``R * C * C`` bytes.
     """

@@ -77,7 +77,7 @@ def plan_window(canvas: Canvas, mask_id: int) -> StepPlan:
     masked_RC = canvas.tokens_RC == mask_id
     decided_R = leading(~masked_RC)
     plan = _plan(canvas, masked_RC, decided_R.to(torch.int32))
-    # A token that this step decides commits in the next one, as in the authors' engine.
+    # A token that this step decides commits in the next step, as in the authors' engine.
     return replaced(plan, fixed_R=decided_R)
 
 

@@ -25,7 +25,7 @@ class Canvas(NamedTuple):
     size_RS      int32, positions of each block slot; 0 if the slot has no block
     computed_RS  bool, all positions of the block slot are in this forward
     block_RC     int64, block slot of a position; S for positions of no block
-    open_R       int32, number of open blocks (committed ones have left the canvas)
+    open_R       int32, number of open blocks (committed blocks have left the canvas)
     full_RS      bool, block is fully activated (must make progress every step)
     saw_stop_R   bool, a stop token was unmasked somewhere: no further block is opened
     ended_R      bool, the final text was emitted; only a step already in flight sees this

@@ -37,7 +37,7 @@ def rounded_quota(step_R: Tensor, left_R: Tensor, steps_R: Tensor) -> Tensor:
     times = [(time_R.double() / steps_R).float() for time_R in (after_R, before_R)]
     # As the reference goes from time to mask rate and back; it decides halves.
     s_R, t_R = (1.0 - (1.0 - time_R) for time_R in times)
-    # A quotient in float64, rounded, is that of float32; GPUs approximate the latter.
+    # A quotient in float64, rounded, equals the quotient in float32; GPUs approximate the latter.
     kept_R = (s_R.double() / t_R.double()).float()
     # In whole units: torch 2.11 compiles float64 to float32 to float64 without the rounding.
     units_R = left_R * (UNITS - (kept_R * UNITS).long())

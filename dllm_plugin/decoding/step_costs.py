@@ -145,7 +145,7 @@ class ObservedRatios:
     """Correct the costs of steps by their times: the ratio of both, at each width and load.
 
     A step may take longer than its graph: a host that is busy with many requests makes
-    narrow steps cost as much as wider ones. Loads are numbers of requests to a power of two.
+    narrow steps cost as much as wider steps. Loads are numbers of requests to a power of two.
     """
 
     def __init__(self, plain_apart: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Take the rounds of a block whose edits delete tokens and insert masks (LLaDA2.2).
 
-The *current block* is the first one of a canvas, or the second one once the first one is
+The *current block* is the first block of a canvas, or the second once the first is
 decided and only commits. A round fills masks, replaces tokens, and then deletes and
 inserts. Shape letters as in :mod:`dllm_plugin.decoding.plan`; B positions of a block, K
 rounds.
@@ -65,7 +65,7 @@ class Limits(NamedTuple):
 class Tokens(NamedTuple):
     """List token ids, and the factors of row hashes, int64.
 
-    best_but  best token of canvas positions ``[R, N]`` but two given ones and the mask; read
+    best_but  best token of canvas positions ``[R, N]`` but two given tokens and the mask; read
               only if the last argument is true
     """
 
@@ -217,7 +217,7 @@ def _end_round(
     Args:
         rounds: with the number of rounds without original masks, and hashes, of this round.
         after_RB, inserted_RB: the rows after the round, and masks that edits inserted.
-        final_R: whether the round was the last one that the request allows.
+        final_R: whether the request allows no further round.
     """
     is_masked_RB = (after_RB == mask_id) & row.inside_RB
     changes_RB = (after_RB != row.tokens_RB) & row.free_RB
@@ -294,7 +294,7 @@ def _leave_seen(
 
 
 def _remember(rounds: Rounds, new_RB: Tensor, tokens: Tokens) -> Tensor:
-    """Return the hashes with that of this round's row."""
+    """Return the hashes, the hash of this round's row included."""
     place_R1 = rounds.round_R.clamp_max(rounds.seen_RK.shape[1] - 1)[:, None]
     return rounds.seen_RK.scatter(1, place_R1, _hash(new_RB, tokens)[:, None])
 

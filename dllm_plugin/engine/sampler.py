@@ -214,7 +214,7 @@ class DiffusionSampler:
         return Emitted(*results, decided.logprobs)
 
     def _mirror(self, batch: InputBatch, results: tuple[Tensor, ...]) -> None:
-        """Copy the results of conditional requests to their unconditional ones."""
+        """Copy the results of conditional requests to their unconditional requests."""
         deciding, guiding = pair_requests(batch.req_ids)
         pairs = np.stack([deciding, guiding])[:, deciding != guiding]
         if not pairs.size:

@@ -14,7 +14,7 @@ from .matchers import Matcher
 from .vocabulary import CLOSERS, Vocabulary, holds
 
 SIBLINGS = 48  # ids of several bytes that are tried at one place
-# With more bytes of a kind allowed (digits, letters), the first one stands for all.
+# With more bytes of a kind allowed (digits, letters), the first byte stands for all.
 ALIKE = 6
 KINDS = (
     b"0123456789",
@@ -123,7 +123,7 @@ class Searcher:
         yield from ids
 
     def _is_alike(self, allowed: np.ndarray) -> np.ndarray:
-        """Mark bytes of a kind of which many are allowed, except the first one."""
+        """Mark bytes of a kind of which many are allowed, except the first byte."""
         alike = np.zeros_like(allowed)
         for kind in self._kinds:
             places = np.flatnonzero(allowed & kind)

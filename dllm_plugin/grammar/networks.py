@@ -126,7 +126,7 @@ class Network:
         return whole
 
     def repeat(self, part: Part, least: int, most: int | None) -> Part:
-        """Return a part that reads another one `least` to `most` times, None: any number."""
+        """Return a part that reads another part `least` to `most` times, None: any number."""
         count = least if most is None else most
         copies = [self._copy(part) for _ in range(count)]
         if most is None:
@@ -137,7 +137,7 @@ class Network:
             return self.sequence([*copies, whole])
         end = self.add_node()
         for i in range(least, count):
-            # A node of its own: a loop inside the part may lead back to its first one.
+            # A node of its own: a loop inside the part may lead back to its first node.
             entry = self.add_node()
             self.skip(entry, copies[i].start)
             self.skip(entry, end)

@@ -73,7 +73,7 @@ class RowsPayload(NamedTuple):
     place_X     int64, canvas position that each row predicts
     allowed_XW  int32, bits of the ids that may stand there
     settled_G   int64, how many leading ids of the canvas may commit
-    forced_G    int64, id that replaces the first one, NO_ID for none
+    forced_G    int64, id that replaces the first id, NO_ID for none
     """
 
     req_ids: list[str]

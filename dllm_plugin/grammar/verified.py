@@ -18,7 +18,7 @@ class RowCheck(NamedTuple):
     """Return what the rows of one canvas may choose; places count from its start.
 
     settled  how many leading ids the grammar accepts, with a closing after each
-    forced   id that replaces the first one; NO_ID: none
+    forced   id that replaces the first id; NO_ID: none
     first    place of the first row
     rows     packed bits of the ids that each row may choose
     """
@@ -35,7 +35,7 @@ class VerifiedState(GrammarState):
     A closing depends on the text and on the closing before its last id, never on drafts.
 
     _ids       settled ids of the last check
-    _closings  the closing before the first one of them, and after each
+    _closings  the closing before the first of them, and after each
     """
 
     _ids: list[int]
@@ -87,14 +87,14 @@ class VerifiedState(GrammarState):
         return True
 
     def _keep(self, token: int, closing: list[int]) -> None:
-        """Add an id to the settled ones."""
+        """Add an id to the settled ids."""
         self._ids.append(token)
         self._closings.append(closing)
-        # The next closing may be the rest of this one.
+        # The next closing may be the rest of this closing.
         self.witness = [*self._ids, *closing]
 
     def _row(self) -> np.ndarray:
-        """Return the ids that may follow the settled ones.
+        """Return the ids that may follow the settled ids.
 
         Only the closing may if it takes the rest of the budget. The last id is not checked by
         another forward, so it is the closing, too, or the stop token.

@@ -164,7 +164,7 @@ def _lengths(given: Any) -> Lengths:
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Join neighbours of one kind: two gaps without text between them are one."""
+    """Join neighbours of one kind: two gaps without text between them are one gap."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -42,7 +42,7 @@ class DiffusionModel:
     position sees.
     """
 
-    # ``[tokens, 1]``, 1 in rows to which a draft adapter is applied; None without one.
+    # ``[tokens, 1]``, 1 in rows to which a draft adapter is applied; None without an adapter.
     draft_rows: Tensor | None = None
     update: WeightUpdate | None = None  # in progress: weights come in parts
     # vLLM takes an adapted head to compute one row a request, and a canvas has many.

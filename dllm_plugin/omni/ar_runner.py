@@ -229,7 +229,7 @@ class HiddenStatesV2(_HiddenStates):
     def add_requests(self, scheduler_output: Any) -> None:
         """Add requests as vLLM does, and start to collect their rows."""
         super().add_requests(scheduler_output)
-        # A resumed request is a new one here.
+        # A resumed request is a new request here.
         for new in scheduler_output.scheduled_new_reqs:
             sampled = len(new.prefill_token_ids) - new.prompt_len
             self._start(new, new.prompt_len, sampled)

@@ -104,9 +104,9 @@ def _predict_first(text: Text) -> None:
 
 
 def decode_exact_blocks(text: Text) -> None:
-    """Denoise block after block until the answer is known; the last one ends with it.
+    """Denoise block after block until the answer is known; the last block ends with it.
 
-    The forward that stores a block is also the first one that denoises the next block.
+    The forward that stores a block is also the first to denoise the next block.
     """
 
     def proposals(left: list[int], step: int) -> Proposals:
@@ -244,7 +244,7 @@ def choose(text: Text, masked: list[int], found: Proposals, quota: int) -> list[
 def sure_or_best(
     text: Text, order: list[int], found: Proposals, quota: int
 ) -> list[int]:
-    """Return the positions above the threshold, or the best ones if that is too few."""
+    """Return the positions above the threshold, or the best positions if those are too few."""
     limit = float32(text.rules.threshold)
     text.close_choice(*(found[p].confidence - limit for p in order))
     sure = [p for p in order if found[p].confidence > limit]

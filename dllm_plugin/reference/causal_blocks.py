@@ -39,7 +39,7 @@ def decode_causal_blocks(text: Text) -> None:
 
 
 def decode_self_speculation(text: Text) -> None:
-    """Draft a block, and keep its tokens up to the first one that a causal forward refuses.
+    """Draft a block, and keep its tokens up to the first token that a causal forward refuses.
 
     Random numbers depend on positions only: text and drafts have the same.
     """
@@ -120,7 +120,7 @@ def _causal_proposals(text: Text, start: int) -> Proposals:
 
 
 def _sure_or_best(text: Text, left: list[int], found: Proposals) -> list[int]:
-    """Return the positions that reach the threshold; the best one if none does."""
+    """Return the positions that reach the threshold; the best position if none does."""
     limit = text.rules.threshold
     text.close_choice(*(found[p].confidence - limit for p in left))
     sure = [p for p in left if found[p].confidence >= limit]
@@ -196,7 +196,7 @@ def decode_window(text: Text) -> None:
 
 
 def row_order(base: int, stop: int, masks: list[int]) -> list[int]:
-    """Return the row of each position: decided ones of the window stand before masks."""
+    """Return the row of each position: decided positions of the window stand before masks."""
     undecided = set(masks)
     decided = [p for p in range(base, stop) if p not in undecided]
     rows = list(range(stop))
@@ -208,7 +208,7 @@ def row_order(base: int, stop: int, masks: list[int]) -> list[int]:
 def choose(text: Text, logits: Tensor, masks: list[int]) -> list[int]:
     """Return the masks whose entropy, and a penalty of distance, is below the threshold.
 
-    If there are none: the surest one.
+    If there are none: the surest mask.
     """
     rules = text.rules
     scores = logits.log_softmax(-1)

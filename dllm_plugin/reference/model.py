@@ -296,7 +296,7 @@ def _written(
 
 
 def stretched(frequency: Tensor, theta: float, yarn: Mapping[str, float]) -> Tensor:
-    """Return YaRN's frequencies: slow ones are divided by its factor."""
+    """Return YaRN's frequencies: slow frequencies are divided by its factor."""
     half = len(frequency)
 
     def turning(times: float) -> float:

@@ -56,7 +56,7 @@ def propose(
 
 
 def best_first(positions: list[int], found: Proposals) -> list[int]:
-    """Sort positions by falling score, equal ones from left to right."""
+    """Sort positions by falling score, equal scores from left to right."""
     return sorted(positions, key=lambda p: (-found[p].score, p))
 
 

@@ -21,7 +21,7 @@ FAR = 10**9  # more positions than any text has
 
 @dataclass(frozen=True)
 class Rules:
-    """Store the options of one text; each is that of a request as ``dllm_NAME``.
+    """Store the options of one text; a request gives each as ``dllm_NAME``.
 
     The penalties are vLLM's own parameters of a request, as are `temperature` and `seed`.
 

@@ -34,7 +34,7 @@ class Proposal(NamedTuple):
     """Store the proposed token of one position.
 
     score   number by which positions are ranked, larger first
-    gap     distance of the token to the second best one, in logits
+    gap     distance of the token to the second best token, in logits
     logits  raw logits ``[V]``
     """
 
@@ -86,13 +86,13 @@ class Text:
 
     template  tokens after the prompt, with FILL at positions to fill; the answer ends
               with the last of these
-    drafter   the model with its draft adapter; None without one
+    drafter   the model with its draft adapter; None without an adapter
     lost      lengths of the answer at which the cache was lost before the next block
     uniform   recorded random number of (position, step in the block), not the seed's
     noise     recorded random numbers ``[V]`` of (position, step in the block)
     watch     callback after each forward
     tokens    prompt and answer, with the mask token at undecided positions
-    starts    first positions of the answer's blocks, and the end of the last one
+    starts    first positions of the answer's blocks, and the end of the last block
     raw       raw logits of each position in the forward that decided it
     margin    smallest distance of any decision to another, in logits or probability
     """

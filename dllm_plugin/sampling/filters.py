@@ -16,7 +16,7 @@ from dllm_plugin.state.request_table import GREEDY_FILTERS
 
 
 def keep_by_order(logits_TV: Tensor, top_k_T: Tensor | None, top_p_T: Tensor) -> Tensor:
-    """Ban, in place, all but the likeliest tokens of each row; of equal ones lower ids stay."""
+    """Ban, in place, all but the likeliest tokens of each row; of equal tokens lower ids stay."""
     ordered_TV = torch.from_numpy(np.sort(logits_TV.numpy(), axis=-1))
     if top_k_T is not None:
         place_T = ordered_TV.shape[1] - top_k_T.to(torch.int64)

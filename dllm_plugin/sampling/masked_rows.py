@@ -68,7 +68,7 @@ class HostRows(NamedTuple):
 
 
 class MaskedRows(LogitsRows):
-    """Find the rows of the masked positions of each current block: no other ones become logits.
+    """Find the rows of the masked positions of each current block: no other rows become logits.
 
     The host does not know which they are, and how many only at most. Rows that it counted and
     nobody needs serve position 0; nothing reads what they propose.

@@ -85,7 +85,7 @@ class Proposer:
         features: Sequence[StepFeature] = (),
         want_ranking: bool = False,
     ) -> RowStats:
-        """Return token and confidence of some rows; `num_rows` also counts missing ones.
+        """Return token and confidence of some rows; `num_rows` also counts missing rows.
 
         Args:
             features: features that may change copies of rows, and score them.

@@ -30,7 +30,7 @@ class RowChunk(NamedTuple):
     logits_XV dtype of the model
     slot_T    int, slot of each row's request
     offset_T  int; start of the slot's canvas + offset + `shift` is the position that a row predicts
-    source_T  int, row of `logits_XV` of each row; None if they are the same ones, in order
+    source_T  int, row of `logits_XV` of each row; None if they are the same rows, in order
     allowed_TW int32, bits of the ids that a grammar allows; None without a grammar
     owner_np  int64, on the host: place of each row's request among the step's; None if all
               requests of the step ask for the same

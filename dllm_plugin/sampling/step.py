@@ -6,7 +6,7 @@ the default on GPUs, torch.compile makes a few kernels of them: each function is
 serves any number of requests, and is compiled at start, from the same code that runs otherwise, for
 the configured policy and, if they read the same of a row, `threshold` and `low_confidence`. A graph
 of all policies would take three times as long to compile as everything else together, so a step in
-which a request asks for another one runs uncompiled. So does a step with an active feature: see
+which a request asks for another policy runs uncompiled, as does a step with an active feature: see
 :mod:`dllm_plugin.sampling.features.ordered`.
 
 Shape letters as in :mod:`dllm_plugin.decoding.plan`; K columns of log-probabilities.
@@ -32,7 +32,7 @@ BACKEND = "inductor"
 FUSED = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 # Compiled code is specialised for a length of one; other lengths share the code of the second.
 WARMUP_REQUESTS = (1, 3)
-# No length of a warm-up tensor may equal another one's by chance: it would be taken for the same.
+# No length of a warm-up tensor may equal another length by chance: torch would take both for one.
 WARMUP_ROWS = 11
 # What torch may compile of one function in a process: twice for each engine that differs from all
 # before it. Its default of eight would refuse the fifth.
@@ -237,7 +237,7 @@ class LogitsRows:
 
 
 def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:
-    """Return the function as one graph; what cannot be one raises when it is first called."""
+    """Return the function as one graph; what cannot be a graph raises when it is first called."""
     options: dict[str, Any] | None = FUSED if backend == BACKEND else None
     return torch.compile(function, fullgraph=True, backend=backend, options=options)
 

@@ -1,1 +1,1 @@
-"""Keep what a request carries from one denoising step to the next, preempted ones included."""
+"""Keep what a request carries from one denoising step to the next, preempted requests included."""

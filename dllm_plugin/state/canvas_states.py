@@ -137,7 +137,7 @@ class CanvasStates:
         )
 
     def add_request(self, slot: int, data: "NewRequestData") -> None:
-        """Start `slot` for a new request, or for one that comes back from preemption."""
+        """Start `slot` for a new request, or for a request that comes back from preemption."""
         params, req_id = data.sampling_params, data.req_id
         prompt, known = data.prompt_token_ids, data.prefill_token_ids
         assert params is not None and params.max_tokens is not None

@@ -203,7 +203,7 @@ class Templates:
     """Store the given tokens of each slot's answer.
 
     table   bool ``[N, C]``, by position of the answer; made for the first request with a template
-    has_np  bool, whether a slot's request has one
+    has_np  bool, whether a slot's request has a template
     tail_start_np  int64, where the text after the last gap begins if a template is longer than
             the canvas, else NO_LIMIT
     tails   that text, by slot

@@ -37,7 +37,7 @@ class Compared(NamedTuple):
     """Store how far the first forward's numbers are apart.
 
     logits    largest difference of a logit
-    rounding  largest one that rounding made in the second implementation, or may make
+    rounding  largest difference that rounding made in the second implementation, or may make
     layers    largest relative difference of a row after the embedding and each layer
     first     where rows first differ by more than rounding explains; None: nowhere
     """

@@ -57,7 +57,7 @@ class VerifyWorker:
     slot: int = 0
 
     def watch_request(self, span: range, best_from: int, mask_id: int) -> None:
-        """Forget the last request and watch the next one."""
+        """Forget the last request and watch the next request."""
         self.seen, self.layer_outputs = Seen(span, best_from, mask_id), []
         if not self.hooked:
             worker: Any = self

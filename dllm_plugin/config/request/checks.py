@@ -327,7 +327,7 @@ def check_fits(
         _check_room(vllm_config, prompt_len + template_length, 1)
         return
     end = context if max_tokens is None else min(prompt_len + max_tokens, context)
-    # As if the whole answer were one canvas: that is what the last one is computed with.
+    # As if the whole answer were one canvas: the last canvas is computed with all of it.
     blocks = -(-(end - prompt_len) // request.block_length)
     positions = min(prompt_len + blocks * request.block_length, context)
     _check_room(vllm_config, positions, 2 if request.cfg_scale > 0 else 1)

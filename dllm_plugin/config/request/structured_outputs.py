@@ -38,7 +38,7 @@ SENT_AS: ContextVar[str] = ContextVar("SENT_AS", default="structured_outputs jso
 OF_TOOLS = (("function", "parameters"), ("parameters",), ("input_schema",))
 # vLLM asks a backend that cannot serve a canvas about schemas with `patternProperties`.
 OF_THAT_BACKEND = ("Failed to transform json schema into a regex", "Regex ")
-# Of parameters and a backend; empty for that of the server.
+# Of parameters and a backend; empty for the server's backend.
 Verifier = Callable[[SamplingParams, str], None]
 OF_COMPILERS = re.compile("Grammar error|Invalid grammar|Failed to transform|Regex ")
 
@@ -56,7 +56,7 @@ def check_expressions(asked: StructuredOutputsParams) -> None:
 
 
 def schema_of(asked: StructuredOutputsParams) -> Any:
-    """Return the JSON schema of a request; None without one."""
+    """Return the JSON schema of a request; None without a schema."""
     return json.loads(asked.json) if isinstance(asked.json, str) else asked.json
 
 

@@ -90,7 +90,7 @@ def remember(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> N
 
 
 class AutomatonCache:
-    """Build the automata of one engine's requests, and keep them for later ones."""
+    """Build the automata of one engine's requests, and keep them for later requests."""
 
     def __init__(self, whitespace: bool) -> None:
         """Build automata; `whitespace`: whether JSON may have blanks between its tokens."""

@@ -47,7 +47,7 @@ class ForwardsInFlight:
     def expects_another(self, request_id: str, start: int) -> bool:
         """Return whether the block at `start` probably needs more than those in flight.
 
-        Steps are expected to decide as many positions as the last one did.
+        Steps are expected to decide as many positions as the last step did.
         """
         ahead = self.count(request_id, start)
         block = self._blocks.get(request_id)

@@ -81,7 +81,7 @@ class GuidedScheduler(DiffusionScheduler):
         return super().schedule(throttle_prefills)
 
     def _reunite(self) -> None:
-        """Send a request back to wait if the other one of its pair is not running.
+        """Send a request back to wait if the other request of its pair is not running.
 
         Both have pages: if only one ran, pairs could wait for each other's pages for ever.
         """
@@ -101,14 +101,14 @@ class GuidedScheduler(DiffusionScheduler):
                 self.waiting.prepend_request(conditional)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Preempt as vLLM does; under priorities a request yields to more urgent ones once."""
+        """Preempt as vLLM does; under priorities a request yields to more urgent requests once."""
         resets_caches = kwargs.get("drop_stale_output", False)
         if self.policy == SchedulingPolicy.PRIORITY and not resets_caches:
             self._make_urgent(request)
         super()._preempt_request(request, *args, **kwargs)
 
     def _make_urgent(self, request: Request) -> None:
-        """Make a request, and the other one of its pair, as urgent as any that runs."""
+        """Make a request, and the other request of its pair, as urgent as any that runs."""
         for running in self.running:
             request.priority = min(request.priority, running.priority)
         other_id = self._other_of_pair(request.request_id)

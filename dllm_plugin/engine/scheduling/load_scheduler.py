@@ -1,7 +1,7 @@
 """Schedule as many positions of canvases as pay by load, or as many drafts.
 
 A :class:`WidthController` chooses. It learns from what steps committed, which the host knows
-already, and from their times: :class:`StepClock` compares measured with predicted ones.
+already, and from their times: :class:`StepClock` compares measured with predicted times.
 """
 
 import time

@@ -103,7 +103,7 @@ class RefreshScheduler(GuidedScheduler):
         assert params is not None
         req_id = request.request_id
         record = self.records[req_id]
-        # No canvas is cut at the end of the context: the next one waits for its result.
+        # No canvas is cut at the end of the context: the next canvas waits for its result.
         self._long.discard(req_id)
         end = min(start + request.max_tokens, self.max_model_len)
         policy = self.decode_config.method.policies[asked.policy]
@@ -283,7 +283,7 @@ class RefreshScheduler(GuidedScheduler):
 
         Args:
             in_block: whether the block of a request goes on.
-            left: masked positions of blocks by request id; none for missing ones.
+            left: masked positions of blocks by request id; none for missing requests.
         """
         keeps_kv = []
         for request, goes_on in zip(requests, in_block, strict=True):

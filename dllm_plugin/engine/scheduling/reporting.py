@@ -222,7 +222,7 @@ class ReportingScheduler(AsyncScheduler):
         """Update as vLLM does; requests with stop strings get counts with each piece.
 
         vLLM sends the log-probabilities of a prompt with the output of the forward that computes
-        its end. Here that forward brings no token and no output: they wait for the first one.
+        its end. Here that forward brings no token and no output: they wait for the first output.
         """
         steps = begin_step(self.requests, self.watches, results)
         self._of_prompts |= results.prompt_logprobs_dict
@@ -235,7 +235,7 @@ class ReportingScheduler(AsyncScheduler):
             for each in of_client.outputs:
                 req_id = each.request_id
                 each.new_prompt_logprobs_tensors = self._of_prompts.pop(req_id, None)
-                # If the front end finds a stop string, this output is the last one.
+                # If the front end finds a stop string, this output is the last.
                 if req_id in self._with_stop_strings:
                     each.spec_decode_metrics = self.records[req_id].counts
         for gone in self._of_prompts.keys() - self.requests.keys():

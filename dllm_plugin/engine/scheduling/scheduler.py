@@ -78,7 +78,7 @@ class DiffusionScheduler(GrammarScheduler):
         asked = self.arguments_of(request)
         length = asked.block_length
         prompt_len = request.num_prompt_tokens
-        # A canvas in flight, the canvas scheduled after it, and the next one.
+        # A canvas in flight, the canvas scheduled after it, and the canvas after both.
         reach = prompt_len + request.max_tokens + 3 * self.num_spec_tokens
         if reach > self.max_model_len:
             self._long.add(request.request_id)

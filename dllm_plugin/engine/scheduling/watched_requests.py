@@ -34,7 +34,7 @@ from dllm_plugin.config.worker_carriers import (
 class Trace:
     """Store the trace of one request.
 
-    rows_P2  float32: forward, 0 for tokens that were there before the first one;
+    rows_P2  float32: forward, 0 for tokens that were there before the first forward;
              confidence, NaN if no policy took the token
     known_P  bool, the position has a token
     """
@@ -212,7 +212,7 @@ def add_report(
 
 
 def new_tokens(step: WatchedStep, committed: int, window: int) -> list[int]:
-    """Return the tokens to send now: the committed ones, and the run that follows."""
+    """Return the tokens to send now: the committed tokens, and the run that follows."""
     watch, request = step.watch, step.request
     stop = committed
     if not request.is_finished():

@@ -32,7 +32,7 @@ def measure(runner: GPUModelRunner) -> None:
         return
     manager = runner.cudagraph_manager
     assert manager is not None
-    # With adapters every graph may have active ones.
+    # With adapters every graph may have active adapters.
     least = min(desc.num_active_loras for desc in manager.graphs)
     descs = [desc for desc in manager.graphs if desc.num_active_loras == least]
     empty = time_graphs(runner, descs, 0)

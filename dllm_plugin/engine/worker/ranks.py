@@ -62,7 +62,7 @@ def end_at_sigterm(seconds: float = END_SECONDS) -> None:
 
     def end(writer: socket.socket) -> None:
         """Wait, and keep the writer, which would be closed without a reference."""
-        # Ranks that were forked later keep the sentinels of earlier ones open.
+        # Ranks that were forked later keep the sentinels of earlier ranks open.
         while os.getppid() == above:
             found = wait([reader, parent.sentinel], LOOK_SECONDS)
             if parent.sentinel in found:

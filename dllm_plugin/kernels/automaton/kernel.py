@@ -2,7 +2,7 @@
 
 One program reads the ids of one class of one row; one launch per position moves the values of all
 states, a program each; one program per canvas walks back. Sums are taken in a fixed order, so a
-seed gives the same text again. Agreement with the reference: best texts are equal; drawn ones are,
+seed gives the same text again. Agreement with the reference: best texts are equal; drawn texts are,
 unless two float64 scores differ by less than float32 sums do that are taken in another order.
 Shape letters as in :mod:`dllm_plugin.kernels.automaton.reference`.
 """

@@ -8,7 +8,7 @@ temperature where the confidence is.
 - the score by which its token won, and the token; NaN, and the first token that has it
 - the logit of that token, the largest logit, and the sum of ``2 ** (logit - largest)``
 - with `want_ranking` the second largest logit, and the sum of ``2 ** gap * gap``, where gap is the
-  logit minus the largest one
+  logit minus the largest logit
 
 Equal to :func:`dllm_plugin.kernels.confidence.reference.propose_rows` in tokens, and in
 confidence and margin up to rounding; entropy is ``sum p ln p`` here. Shape letters as in

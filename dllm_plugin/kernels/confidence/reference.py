@@ -79,7 +79,7 @@ class Reading(NamedTuple):
     mask_id     the one id that is always banned; -1 for none
     sampling    None if all rows are greedy
     divide      whether the temperature still has to divide the logits before the noise is added
-    temper      whether the confidence, too, is that of the logits divided by the temperature
+    temper      whether the confidence, too, is read from the logits divided by the temperature
     want_ranking  also return entropy and margin, of the same distribution as the confidence
     bias        float32 ``[M, V]`` that is added, and int64 per slot the row of it that counts; row
                 0 is zero
@@ -157,7 +157,7 @@ def add_bias(
 def is_broken(chosen_T: Tensor, largest_T: Tensor) -> Tensor:
     """Return, as int32, whether a chosen logit is NaN or inf, or the largest of its row is -inf.
 
-    An id at -inf is one that the model rules out, and no fault.
+    The model rules out an id at -inf, which is no fault.
     """
     no_number_T = ~(chosen_T < float("inf"))
     return (no_number_T | (largest_T == NEGATIVE_INFINITY)).to(torch.int32)

@@ -22,7 +22,7 @@ def _mix64(x):
 
 @triton.jit
 def mixed_state(seed, position, step):
-    """Mix the counters of random numbers but the last one, as `gumbel_uniform` does."""
+    """Mix the counters of random numbers but the last counter, as `gumbel_uniform` does."""
     state = _mix64(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
     state = _mix64(state ^ (position.to(tl.uint64) * 0x9E3779B97F4A7C15))
     return _mix64(state ^ (step.to(tl.uint64) * 0xBF58476D1CE4E5B9))

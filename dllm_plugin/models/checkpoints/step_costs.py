@@ -31,7 +31,7 @@ EXPERTS = ".experts."  # in the names of their tensors
 
 
 def step_costs(vllm_config: VllmConfig, config: DecodeConfig) -> StepCosts:
-    """Return the costs of steps: measured ones, or else those of the model."""
+    """Return the costs of steps: measured costs, or else costs of the model."""
     path = own_path(vllm_config)
     times = None if path is None else load(path)
     if times is None:

@@ -121,7 +121,7 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
 
 
 def find_pad_token(model_config: "ModelConfig") -> int | None:
-    """Return the id of the pad token; None if neither tokenizer nor config.json has one."""
+    """Return the id of the pad token; None if neither tokenizer nor config.json has a pad token."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     tokenizer = cached_tokenizer_from_config(model_config)

@@ -90,7 +90,7 @@ class CheckedWeights:
         self.stored: dict[str, dict[str, torch.dtype]] = {}
 
     def part(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield `weights`; raise ValueError at once for a surplus or mis-shaped one."""
+        """Yield `weights`; raise ValueError at once for a surplus or mis-shaped weight."""
         for name, tensor in weights:
             if any(text in name for text in IGNORED):
                 continue
@@ -103,7 +103,7 @@ class CheckedWeights:
             yield name, tensor
 
     def finish(self) -> None:
-        """Raise ValueError for a missing weight or a missing tensor of a quantised one."""
+        """Raise ValueError for a missing weight or a missing tensor of a quantised weight."""
         missing = []
         for name in self.manifest.shapes:
             module, _, suffix = name.rpartition(".")
@@ -204,7 +204,7 @@ PARTIAL_BACKENDS = ("sparse_nccl", "nccl_m2n", "sharded_rdt", "modelexpress")
 class WeightUpdate(CheckedWeights):
     """Check the parts of an update, and at its end that nothing is missing.
 
-    `partial`: the backend may leave weights out, and send one several times.
+    `partial`: the backend may leave weights out, and send a weight several times.
     """
 
     def __init__(self, manifest: Manifest, partial: bool) -> None:
@@ -212,7 +212,7 @@ class WeightUpdate(CheckedWeights):
         self.partial = partial
 
     def part(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield `weights`; raise ValueError at once for one that is wrong or comes again.
+        """Yield `weights`; raise ValueError at once for a weight that is wrong or comes again.
 
         vLLM counts the numbers of a packed layer as they come: with one of its weights twice, it
         would take the layer for complete without another.

@@ -65,7 +65,7 @@ class AutomatonTables:
             self._stored[place] = None
 
     def _make(self) -> None:
-        """Make the tables of all automata; rows without one are copies of another's."""
+        """Make the tables of all automata; rows without an automaton are copies."""
         spare = next(one for one in self._stored if one is not None)
         rows = [self._padded((one or spare)[1]) for one in self._stored]
         rows += [rows[0]] * (_power_of_two(len(rows)) - len(rows))
@@ -89,5 +89,5 @@ class AutomatonTables:
 
 
 def _power_of_two(size: int) -> int:
-    """Return the next power of two, or `size` if it is one."""
+    """Return the next power of two, or `size` if it is a power."""
     return 1 << (size - 1).bit_length()

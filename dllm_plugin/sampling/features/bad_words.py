@@ -264,7 +264,7 @@ def _last(used: Tensor) -> Tensor:
 def _kept(
     words: StepWords, tokens_RC: Tensor, token_RC: Tensor, unmask_RC: Tensor
 ) -> Tensor:
-    """Return the positions to write that complete no sequence, or are not its last new one."""
+    """Return the positions to write that complete no sequence, or are not its last new position."""
     tokens_RC = torch.where(unmask_RC, token_RC, tokens_RC)
     _, equal, used = _align(words, tokens_RC)
     complete_RAW = (equal == used).all(-1) & used.any(-1)

@@ -46,7 +46,7 @@ class StepFeature:
     num_slots  rows of a table by slot
     num_positions  positions of a canvas; `position_C`: these, int64
     users_np  bool ``[N]``, slots whose request uses the feature
-    in_use    whether there is one
+    in_use    whether there is such a slot
     """
 
     reads = ONCE

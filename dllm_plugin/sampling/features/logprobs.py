@@ -65,7 +65,7 @@ class LogprobStash(StepFeature):
         return True
 
     def start_rows(self, rows: ReadRows) -> None:
-        """Free the rows of the last step, and count the columns of this one."""
+        """Free the rows of the last step, and count the columns of this step."""
         self._columns = int(self.num_logprobs_np[rows.slots_np].max()) + 1
         self._scored, self._rows = [], []
 

@@ -158,7 +158,7 @@ class StructureEdits(StepFeature):
         self._rounds = None
 
     def _tokens(self, step: Step) -> Tokens:
-        """Return the ids of the round's tokens, and what finds the next best ones."""
+        """Return the ids of the round's tokens, and what finds the next best tokens."""
         config = self.states.config
         logits_TV = step.chunks[0].logits_XV
         find = best_token_reference if logits_TV.is_cpu else best_token

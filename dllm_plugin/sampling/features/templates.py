@@ -45,7 +45,7 @@ class TemplateSteps(StepFeature):
 class Targets(StepFeature):
     """Unmask the tokens that a request names, and no others.
 
-    targets  int64 ``[N, C]``, NO_TARGET at positions without one; made for the first request
+    targets  int64 ``[N, C]``, NO_TARGET at positions without a target; made for the first request
     """
 
     targets: SlotTable | None = None
