@@ -25,6 +25,7 @@ from dllm_plugin.config.decode import DecodeConfig
 from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
 from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.request.parsing import request_arguments
+from dllm_plugin.config.request.structured_outputs import at
 from dllm_plugin.config.validation import shown
 from dllm_plugin.infilling.gaps import beginning
 
@@ -34,6 +35,41 @@ from .watched_engine import WatchedEngine, add_counts, with_counts
 Body = ChatCompletionRequest | CompletionRequest
 Reply = ErrorResponse | dict[str, Any] | AsyncGenerator[str, None]
 FIELD = "diffusion"
+# Routes that read this field, and the one after which a suffix is read, too.
+READ_BY = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/fim/completions",
+    "/v1/infill",
+)
+SUFFIX_READ_BY = READ_BY[1:]
+# Fields of other servers, which vLLM ignores, and what to send in their place.
+INSTEAD = {
+    "best_of": "n",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "random_seed": "seed",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "json_schema": "response_format",
+    "ebnf": "structured_outputs grammar",
+    "regex": "structured_outputs regex",
+    "grammar": "structured_outputs grammar",
+    "guided_json": "structured_outputs json or response_format",
+    "guided_regex": "structured_outputs regex",
+    "guided_choice": "structured_outputs choice",
+    "guided_grammar": "structured_outputs grammar",
+}
+# Fields of other routes.
+OF_OTHERS = {
+    "/v1/completions": {"max_completion_tokens": "max_tokens"},
+    "/v1/fim/completions": {"max_completion_tokens": "max_tokens", "random_seed": ""},
+    "/v1/messages": {
+        "structured_outputs": "output_config",
+        "response_format": "output_config",
+    },
+    "/v1/responses": {"response_format": "text", "max_tokens": "max_output_tokens"},
+}
 NOT_OURS = "This server's model is no diffusion language model."
 
 
@@ -230,6 +266,33 @@ async def answer(
         model = request.model or handler.models.model_name()
         reply = with_frames(reply, engine.frames, kind, model)
     return reply, engine
+
+
+def check_fields(path: str, fields: dict[str, Any]) -> None:
+    """Raise ValueError for a field of a body that a route would ignore."""
+    instead = INSTEAD
+    for route, others in OF_OTHERS.items():
+        if path.endswith(route):
+            instead = INSTEAD | others
+    for name in fields.keys() & instead.keys():
+        value = fields[name]
+        is_default = name == "best_of" and value == (fields.get("n") or 1)
+        if value and instead[name] and not is_default:
+            raise ValueError(
+                f"{name} {shown(value)} is not read here: send {instead[name]}."
+            )
+    for name, routes in ((FIELD, READ_BY), ("suffix", SUFFIX_READ_BY)):
+        if fields.get(name) is not None and not path.endswith(routes):
+            raise ValueError(f"{name} is not read here: send it to {routes[0]}.")
+    arguments = at(fields, "vllm_xargs") or at(fields, "sampling_params", "extra_args")
+    for name, said in ((FRAMES, "frames"), (TRACE, "trace")):
+        if value := at(arguments, name):
+            raise ValueError(
+                f'{name} {shown(value)} is for Python: send "{FIELD}": {{"{said}": true}} to '
+                f"{' or '.join(READ_BY[:2])}."
+            )
+    if at(arguments, EARLY_TEXT) and not fields.get("stream"):
+        raise ValueError(f'{EARLY_TEXT} needs "stream": true.')
 
 
 def refusal(

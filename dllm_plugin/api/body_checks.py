@@ -6,9 +6,11 @@ What pydantic refuses gets one sentence, too, in place of its list of errors.
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -25,13 +27,13 @@ from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
 from dllm_plugin.config.validation import check_depth, did_you_mean, shown
 
-from .answers import refusal
+from .answers import FIELD, INSTEAD, OF_OTHERS, check_fields, refusal
 from .begun_characters import refusing
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
-INVOCATIONS = "/invocations"
+INVOCATIONS, RESPONSES = "/invocations", "/v1/responses"
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
 # Of bodies whose messages may be null.
@@ -58,9 +60,12 @@ REFUSAL = "refusal"
 GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{'
 )
+MAX_TOKENS = "max_tokens"  # in most bodies, and wrong in those of responses
+OTHERS = {FIELD, "suffix", *INSTEAD, *chain(*OF_OTHERS.values())} - {MAX_TOKENS}
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
-    rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
+    + f'|"(?:{"|".join(sorted(OTHERS))})"'.encode()
+    + rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
 # Parts of messages that only /v1/messages has.
@@ -76,15 +81,18 @@ class BodyChecks:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         is_post = scope["type"] == "http" and scope["method"] == "POST"
-        if not is_post or _has_files(scope):
+        if not is_post:
             await self.app(scope, receive, send)
+            return
+        if _has_files(scope):
+            await self.app(scope, receive, _rewording(send, b""))
             return
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
         try:
-            check_body(body)
+            check_body(body, scope["path"])
             if scope["path"] == INVOCATIONS:
                 check_invocation(body)
             if GRAMMARS.search(body):
@@ -254,11 +262,11 @@ def _at_steps(value: Any, steps: list[str]) -> Any:
     return value
 
 
-def check_body(body: bytes) -> None:
-    """Raise ValueError for a body that vLLM would answer with an internal error.
+def check_body(body: bytes, path: str) -> None:
+    """Raise ValueError for a body that vLLM would answer with an internal error, or not read.
 
-    Such a body is in UTF-16, is nested too deep, or has a field of a wrong type, half of a
-    surrogate pair, or a number beyond 64 bits.
+    Such a body is in UTF-16, is nested too deep, or has a field of a wrong type or of other
+    servers, half of a surrogate pair, or a number beyond 64 bits.
     """
     try:
         body.decode(errors="surrogatepass")
@@ -268,14 +276,20 @@ def check_body(body: bytes) -> None:
     if not is_utf8:
         raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
     check_depth(body)
-    if not SUSPECT.search(body):
+    if not SUSPECT.search(body) and not path.endswith(RESPONSES):
         return
     try:
         fields = json.loads(body)
-    except ValueError:
+    except json.JSONDecodeError:
         return  # the route refuses it with the place of the error
+    except ValueError:
+        raise ValueError(
+            f"The body holds a number of more than {sys.get_int_max_str_digits()} digits: write "
+            "a smaller number."
+        ) from None
     if not isinstance(fields, dict):
         return
+    check_fields(path, fields)
     for name in OBJECTS:
         value = fields.get(name)
         if value is not None and not isinstance(value, dict):

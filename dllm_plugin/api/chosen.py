@@ -9,7 +9,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.exceptions import VLLMValidationError
 
-from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, TEMPLATE
+from dllm_plugin.config.request.arguments import EARLY_TEXT, TEMPLATE
 from dllm_plugin.infilling.gaps import Gapped, filled
 from dllm_plugin.infilling.lengths import best_of, score_of, scoring_of, told
 
@@ -66,7 +66,6 @@ def check(request: CompletionRequest, fields: Asked | None) -> None:
     reported = {
         "diffusion.frames": fields.every,
         "diffusion.early_text": fields.early_text,
-        FRAMES: arguments.get(FRAMES),
         EARLY_TEXT: arguments.get(EARLY_TEXT),
     }
     for name, asked in reported.items():

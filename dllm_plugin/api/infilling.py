@@ -73,7 +73,11 @@ async def create_fim_completion(request: FimRequest, raw_request: Request) -> Re
     """Fill the gap between a prompt and a suffix; without a suffix, complete the prompt."""
     if endpoints(raw_request) is None:
         return not_ours()
-    request.seed = request.random_seed if request.seed is None else request.seed
+    seeds = {request.seed, request.random_seed} - {None}
+    if len(seeds) > 1:
+        said = f"seed {request.seed} and random_seed {request.random_seed} differ: send one."
+        return as_response(refusal(said), raw_request)
+    request.seed = next(iter(seeds), None)
     reply = await reply_to(request, raw_request)
     if isinstance(reply, dict):
         reply = _with_messages(reply, "message")

@@ -8,13 +8,13 @@ letters: S samples, L tokens of the text.
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr, model_validator
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -142,11 +142,14 @@ class Strict(BaseModel):
         return body
 
 
+TokenId = Annotated[StrictInt, Field(ge=0)]
+
+
 class Pair(Strict):
     """Describe a text whose end is scored: both fields are texts, or both are token ids."""
 
-    context: StrictStr | list[StrictInt] = ""
-    continuation: StrictStr | list[StrictInt]
+    context: StrictStr | list[TokenId] = ""
+    continuation: StrictStr | list[TokenId]
 
 
 class LikelihoodRequest(Strict):

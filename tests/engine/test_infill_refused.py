@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "completions",
         CHOSEN | {"vllm_xargs": {"dllm_frames": 1}},
-        "dllm_frames needs one length: g",
+        "dllm_frames 1 is for Python: send ",
     ),
     (
         "infill",

@@ -88,13 +88,13 @@ TAKEN = [
 @pytest.mark.parametrize(("body", "sentence"), REFUSED, ids=ascii)
 def test_refused(body: object, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
-        check_body(json.dumps(body).encode())
+        check_body(json.dumps(body).encode(), "/v1/completions")
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize("body", TAKEN, ids=ascii)
 def test_taken(body: object) -> None:
-    check_body(json.dumps(body).encode())
+    check_body(json.dumps(body).encode(), "/v1/completions")
 
 
 class Message(BaseModel):
