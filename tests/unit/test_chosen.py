@@ -27,7 +27,7 @@ def test_an_aborted_answer_is_refused() -> None:
     assert caught.value.reply.error.code == HTTPStatus.SERVICE_UNAVAILABLE
 
 
-@pytest.mark.parametrize("name", ["dllm_frames", "dllm_early_text"])
+@pytest.mark.parametrize("name", ["dllm_early_text"])
 def test_arguments_that_need_one_length(name: str) -> None:
     request = CompletionRequest(prompt="a", vllm_xargs={name: 1})
     check_arguments(request)
