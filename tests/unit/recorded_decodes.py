@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
+from dllm_plugin.reference.text import Text
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 # Checkpoints of which the authors' tokenizers were recorded, too.
@@ -194,3 +195,57 @@ def window(trace: str, record: dict[str, Any]) -> Case:
     stop, length = set(settings["stop_token_ids"]), settings["max_tokens"]
     model, prompt = model_of(WINDOWS[trace]), record["prompt_ids"]
     return Case(model, prompt, rules, answer, forwards, stop, length)
+
+
+NEMOTRON = {
+    "nemotron_generate": "causal_blocks",
+    "nemotron_linear_spec": "self_speculation",
+    "nemotron_ar": "self_speculation",
+}
+
+
+def nemotron(trace: str, record: dict[str, Any]) -> Case:
+    settings, count = record["settings"], record["settings"]["max_new_tokens"]
+    loop, threshold = NEMOTRON[trace], settings.get("threshold")
+    by_quota = loop == "causal_blocks" and threshold is None
+    rules = Rules(
+        loop,
+        "low_confidence" if by_quota else "threshold",
+        settings.get("block_length", 1),
+        threshold=threshold or 0.0,
+        max_thinking_tokens=settings.get("max_thinking_tokens"),
+        end_think_token_id=settings.get("end_think_token_id"),
+    )
+    prompt, answer = record["prompt_ids"], record["output_ids"][:count]
+    stop = {settings.get("eos_token_id", 11)}
+    forwards = record["forwards"][1:]
+    return Case(model_of("nemotron"), prompt, rules, answer, forwards, stop, count)
+
+
+def decides_as_recorded(text: Text, case: Case) -> bool:
+    """Whether each forward decides what the authors' does.
+
+    The recorded loop goes on after the token that ends the text, and records a token that ends
+    thinking a forward earlier.
+    """
+    given = case.rules.end_think_token_id
+    for mine, recorded in zip(text.forwards, case.forwards or (), strict=False):
+        for pair in recorded["new"]:
+            if pair[1] != given and pair not in mine.new:
+                return False
+    return True
+
+
+def structure(trace: str, record: dict[str, Any]) -> Case:
+    settings, answer = record["settings"], record["output_ids"]
+    names = ("threshold", "editing_threshold", "max_post_steps", "steps")
+    rules = Rules(
+        "structure",
+        "joint_threshold",
+        settings["block_length"],
+        on_grid=True,
+        structure=(300, 301),
+        **{name: settings[name] for name in names},
+    )
+    prompt, stop = record["prompt_ids"], set(settings["eos_ids"])
+    return Case(model_of("llada2.2"), prompt, rules, answer, None, stop)

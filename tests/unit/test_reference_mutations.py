@@ -14,26 +14,34 @@ from recorded_decodes import (
     EXACT,
     FULL,
     GOLDENS,
+    NEMOTRON,
     ON_GRID,
     ROUNDED,
     WINDOWS,
     Case,
     d2f,
+    decides_as_recorded,
     exact,
     full_attention,
     introspective,
     model_of,
+    nemotron,
     on_grid,
     rounded,
+    structure,
     window,
 )
 
 from dllm_plugin import reference
+from dllm_plugin.reference.loops import LOOPS
 from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 
 PACKAGE = "dllm_plugin.reference"
-MODULES = ("proposing", "full_attention", "blocks", "widths", "causal_blocks")
+MODULES = (
+    *("proposing", "full_attention", "blocks", "widths", "causal_blocks"),
+    "structure",
+)
 PROMPT, COUNT = [30 + 7 * i % 90 for i in range(25)], 12
 
 
@@ -70,6 +78,8 @@ def cases_of(trace: str) -> list[Case]:
     readers = dict.fromkeys(FULL, full_attention) | dict.fromkeys(ON_GRID, on_grid)
     readers |= dict.fromkeys(EXACT, exact) | dict.fromkeys(ROUNDED, rounded)
     readers |= dict.fromkeys(WINDOWS, window) | {"idlm_greedy": introspective}
+    readers |= dict.fromkeys(NEMOTRON, nemotron)
+    readers |= {"llada22_levenshtein": structure}
     read = readers.get(trace, d2f)
     records = json.loads((GOLDENS / f"{trace}.json").read_text())["cases"]
     if trace in FULL:
@@ -78,6 +88,10 @@ def cases_of(trace: str) -> list[Case]:
     if trace in EXACT:
         # An answer that a stop token cuts does not tell where blocks end.
         records = [r for r in records if "eos_id" not in r["settings"]]
+    if trace == "nemotron_linear_spec":
+        # Neither with an adapter, nor with a token that only our loop emits.
+        records = [r for r in records if not r["settings"]["lora"]]
+        records = [r for r in records if "think" not in r["id"]]
     if trace in ROUNDED:
         records = [r for r in records if r["id"].startswith("s")]
     return [read(trace, record) for record in records]
@@ -133,6 +147,8 @@ class Loops:
             return False
         if case.forwards is None:
             return True
+        if case.rules.strategy in NEMOTRON.values():
+            return decides_as_recorded(text, case)
         if case.rules.strategy == "introspective":
             return emits(case, text)
         names = ("q_start", "q_len", "kv_len", "new")
@@ -153,7 +169,7 @@ def emits(case: Case, text: Any) -> bool:
     return True
 
 
-CAUSAL = ("idlm_greedy", *WINDOWS)
+CAUSAL = ("idlm_greedy", *WINDOWS, *NEMOTRON, "llada22_levenshtein")
 TRACES = ("d2f_llada", "d2f_dream", *ON_GRID, *EXACT, *ROUNDED, *FULL, *CAUSAL)
 TRACES = (*TRACES, "widths")
 
@@ -289,6 +305,26 @@ MUTATIONS = [
     ("idlm_greedy", "causal_blocks", "!= draft", "== draft"),
     ("wedlm_window", "causal_blocks", "decided + masks", "masks + decided"),
     ("wedlm_window", "causal_blocks", "rules.position_penalty", "0.5"),
+    (
+        "nemotron_generate",
+        "causal_blocks",
+        "partial(_proposals, text, start))",
+        "partial(_proposals, text, start - 1))",
+    ),
+    ("nemotron_generate", "causal_blocks", "if end <= place or", "if end < place or"),
+    (
+        "nemotron_linear_spec",
+        "causal_blocks",
+        "draft != rows[place].token",
+        "draft != rows[place + 1].token",
+    ),
+    (
+        "llada22_levenshtein",
+        "structure",
+        "block.post >= text",
+        "block.post > text",
+    ),
+    ("llada22_levenshtein", "structure", "append(old[i], was", "append(delete, was"),
     ("widths", "widths", "blocks += [blocks[-1] + 1] *", "blocks += [blocks[-1]] *"),
 ]
 
@@ -300,3 +336,8 @@ def test_a_changed_constant_is_seen(
     """A loop with the change decodes some case in another way."""
     loops = Loops(module, old, new)
     assert not all(loops.agrees(case) for case in cases_of(trace))
+
+
+def test_every_loop_is_changed() -> None:
+    changed = {cases_of(trace)[0].rules.strategy for trace, *_ in MUTATIONS}
+    assert changed == {*LOOPS}
