@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.register_assert_rewrite("surface")
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -18,6 +19,12 @@ CHECKPOINTS = GOLDENS / "checkpoints"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # unit tests never use the network
 # Tiny matrices: a second thread costs more than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws depends on no test before it, which differ with every run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
