@@ -21,6 +21,8 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import EDITING, Rules
 from dllm_plugin.reference.text import Text
 
+pytestmark = pytest.mark.slow
+
 # Model -> block length, most active blocks, and what its rules add.
 SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "sdar": (8, 4, {}),

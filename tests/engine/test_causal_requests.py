@@ -17,6 +17,8 @@ from engines import (
 from grammar_requests import wish
 from test_watched import check_frames
 
+pytestmark = pytest.mark.slow
+
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("nemotron", {"strategy": "block_diffusion", "block_length": 8}),
     "self_speculation": ("nemotron", {"strategy": "self_speculation"}),

@@ -27,6 +27,8 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ENGINES = (("wedlm", False), ("wedlm", True), ("wedlm-qwen2", False))
 # Tokens of which none is nearly sure.

@@ -22,6 +22,8 @@ from torch._dynamo.utils import counters
 from dllm_plugin.config.carriers import unpack_drafts
 from dllm_plugin.decoding.step_costs import Costs
 
+pytestmark = pytest.mark.slow
+
 ENGINES = {
     "nemotron": {"strategy": "self_speculation", "block_length": 16},
     "idlm": {"block_length": 8},

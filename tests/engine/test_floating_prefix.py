@@ -19,6 +19,8 @@ from dllm_plugin.api.watched_engine import counts_of
 from dllm_plugin.config.worker_carriers import RESUMED, unpack_id
 from dllm_plugin.engine.scheduling.adaptive_scheduler import AdaptiveScheduler
 
+pytestmark = pytest.mark.slow
+
 PAGE, TURN, TOKENS = 32, 70, 40
 ON_GRID = [name for name, engine in ENGINES.items() if engine[4]]
 on_a_grid = pytest.mark.parametrize("name", ON_GRID)

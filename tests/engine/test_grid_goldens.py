@@ -21,6 +21,8 @@ from engines import (
 )
 from test_watched import check_frames_and_early_text
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 FILES = {
     "sdar": ("sdar_static", "sdar_dynamic", "sdar_sequential"),

@@ -26,6 +26,8 @@ from dllm_plugin.reference.model import PlainModel
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import FILL, Text
 
+pytestmark = pytest.mark.slow
+
 PENALTIES: tuple[dict[str, float], ...] = (
     {"repetition_penalty": 1.3},
     {"presence_penalty": 1.5, "temperature": 0.8, "seed": 5},

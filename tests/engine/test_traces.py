@@ -13,6 +13,8 @@ from full_jobs import run_interrupted
 from test_full_goldens import wish_for as full_wish
 from vllm.exceptions import VLLMValidationError
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 40
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
 CANVAS = {"canvas_length": 64}

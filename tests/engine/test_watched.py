@@ -29,6 +29,8 @@ from vllm.sampling_params import RequestOutputKind
 from dllm_plugin.api.frames import Frames
 from dllm_plugin.config.carriers import Snapshot, unpack_snapshot
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 40
 PROMPTS = [a_prompt(9, 1), a_prompt(30, 2), a_prompt(45, 3)]
 # Of letters, which are no family's mask.
