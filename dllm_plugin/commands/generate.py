@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -38,7 +39,8 @@ def add_parser(commands: Any) -> None:
     add_value(sampling, "--top-p", "P", words, type=share, default=1.0)
     form_of_answer = parser.add_argument_group("form of the answer")
     shape = form_of_answer.add_mutually_exclusive_group()
-    add_value(shape, "--json-schema", "FILE", "answer in JSON that fits a schema")
+    words = "answer in JSON that fits a schema, given here or in a file"
+    add_value(shape, "--json-schema", "S", words)
     add_value(shape, "--regex", "R", "answer what a regular expression matches")
     add_value(shape, "--choice", "A,B", "answer one of these words")
     add_verbose(parser)
@@ -97,14 +99,19 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.json_schema is not None:
         from dllm_plugin.config.grammar_refusals import check_unread_schema
 
-        text = text_of("--json-schema", args.json_schema)
+        text, named = args.json_schema, "--json-schema"
+        if not text.lstrip().startswith("{"):
+            named += f" {text}"
+            if not os.path.isfile(text):  # long names raise no error
+                raise ValueError(f"{named} is neither a JSON object nor a file")
+            text = text_of("--json-schema", text)
         try:
             schema = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"--json-schema {args.json_schema}: {error}") from None
+            raise ValueError(f"{named}: {error}") from None
         if not isinstance(schema, dict):
-            raise ValueError(f"--json-schema {args.json_schema} holds no JSON object")
-        check_unread_schema(f"--json-schema {args.json_schema}", schema)
+            raise ValueError(f"{named} holds no JSON object")
+        check_unread_schema(named, schema)
         return {"json": schema}
     if args.regex is not None:
         if not args.regex:

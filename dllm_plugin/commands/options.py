@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from dllm_plugin.config.validation import (
     did_you_mean,
     shown,
 )
+from dllm_plugin.models.catalogue import CHECKPOINTS
 
 # Options of decoding that every command with an engine takes.
 DECODE_OPTIONS = (
@@ -47,6 +49,35 @@ DTYPES_HELP = "auto, float32, bfloat16, float16 (default: auto)"
 INVALID_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 # A count as vLLM reads it, which may be left to vLLM.
 AMOUNT = re.compile(r"(?i)auto|-1|(?=.*[1-9])\d+(?:(?:\.\d+)?[kmgt])?")
+# Options of `vllm serve` that take no value, and those that take several.
+WITHOUT_VALUE = re.compile(
+    "--(?:help|headless|grpc|numa-bind|cudagraph-metrics|kv-cache-metrics|.+-lb)"
+    "|--(?:no|trust|return|enable|exclude|tokens|allow|enforce|use|skip|ray|swa)-.+"
+    "|--(?:language|interleave|fully|specialize|async|aggregate|fail|cohere-is)-.+"
+    "|--disable-(?!access-log-for).+|--mm-(?:encoder-only|device-do-normalize)"
+    "|--(?:jit-monitor-verbose|kv-sharing-fast-prefill|log-error-stack|dcp-q-replicate)"
+    "|--(?:long-prefill-token-threshold-adaptive|scheduler-reserve-full-isl)"
+    "|--sleep-mode-offload-cudagraph|-ep|-dp[hem]|-h|-O."
+)
+WITH_SEVERAL = (
+    "--allowed-media-domains",
+    "--api-key",
+    "--collect-detailed-traces",
+    "--cpu-offload-params",
+    "--cudagraph-capture-sizes",
+    "--hf-token",
+    "--ignore-patterns",
+    "--kv-cache-dtype-skip-layers",
+    "--logits-processors",
+    "--lora-modules",
+    "--lora-target-modules",
+    "--numa-bind-cpus",
+    "--numa-bind-nodes",
+    "--offload-params",
+    "--served-model-name",
+    "--sleep-preserve-parameter-names",
+)
+NEGATIVE = re.compile(r"-\d.*")
 NEAR = 0.9  # similarity from which a name is a misspelling of another
 
 
@@ -143,6 +174,45 @@ def check_spelling(arguments: Sequence[str], known: Iterable[str]) -> None:
         question = did_you_mean(word, alike, cutoff=NEAR)
         if question:
             raise ValueError(f"there is no option {word}{question}")
+
+
+def take_model(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split the model from arguments of `vllm serve`: ``--model``, or a word that no option takes.
+
+    Raises ValueError if they name two.
+    """
+    models, rest = [], []
+    free, taken = 0, 0  # values that the last option may take, and has
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        if name == "--model":
+            if not equals:
+                value = words.popleft() if words else ""
+            models.append(value)
+        elif word.startswith("-") and not NEGATIVE.fullmatch(word):
+            taken, free = 0, len(words) if name in WITH_SEVERAL else 1
+            if equals or WITHOUT_VALUE.fullmatch(name):
+                free = 0
+            rest.append(word)
+        elif taken < free and not (taken and _ends_as_model(word, words)):
+            taken += 1
+            rest.append(word)
+        else:
+            models.append(word)
+    if len(set(models)) > 1:
+        raise ValueError(f"two models are named: {models[0]} and {models[1]}")
+    return (models[0] if models else None), rest
+
+
+def _ends_as_model(word: str, following: Sequence[str]) -> bool:
+    """Return whether a word is the last one before an option, and names a model."""
+    if following and not following[0].startswith("-"):
+        return False
+    hub = (found.hub for found in CHECKPOINTS.values())
+    is_folder = (Path(word).expanduser() / "config.json").is_file()
+    return is_folder or word in CHECKPOINTS or word in hub
 
 
 def json_or_text(text: str) -> Any:

@@ -45,6 +45,7 @@ from .options import (
     flag_of,
     given_options,
     json_or_text,
+    take_model,
 )
 
 HELP = (
@@ -261,28 +262,6 @@ def _merge(config: dict[str, Any], more: dict[str, Any]) -> None:
             _merge(config[key], value)
         else:
             config[key] = value
-
-
-def take_model(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split the model from the arguments: the first of them, or ``--model``.
-
-    Raises ValueError if both name one, and not the same.
-    """
-    models, rest = [], []
-    words = iter(arguments)
-    if arguments and not arguments[0].startswith("-"):
-        models.append(next(words))
-        if arguments[1:] and not arguments[1].startswith("-"):
-            models.append(next(words))
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == "--model":
-            models.append(value if equals else next(words, ""))
-        else:
-            rest.append(word)
-    if len(set(models)) > 1:
-        raise ValueError(f"two models are named: {models[0]} and {models[1]}")
-    return (models[0] if models else None), rest
 
 
 def config_file(arguments: Sequence[str]) -> dict[str, Any]:

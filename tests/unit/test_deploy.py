@@ -19,7 +19,7 @@ from documented import ROOT
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_plugin.commands.serve import take_model
+from dllm_plugin.commands.options import take_model
 from dllm_plugin.config.options import Options
 from dllm_plugin.decoding.families import FAMILIES
 from dllm_plugin.decoding.methods import choose_method

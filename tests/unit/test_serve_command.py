@@ -16,7 +16,13 @@ from command_lines import IDLM, LLADA22, NEMOTRON, SDAR, TINY, WEDLM, section_of
 
 from dllm_plugin import default_model
 from dllm_plugin.commands import cli, models, serve
-from dllm_plugin.commands.options import check_spelling, flag_of
+from dllm_plugin.commands.options import (
+    WITH_SEVERAL,
+    WITHOUT_VALUE,
+    check_spelling,
+    flag_of,
+    take_model,
+)
 from dllm_plugin.config.options import OPTIONS
 
 STOP_STRINGS = "VLLM_MAX_STOP_STRINGS"
@@ -60,6 +66,54 @@ def test_serve_merges_spellings_of_the_configuration() -> None:
 def test_serve_takes_the_model_as_an_option(option: list[str]) -> None:
     assert served(*option)[0] == TINY
     assert default_model.path() not in served(*option)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--threshold 0.9",
+        "--enforce-eager",
+        "--max-model-len -1",
+        "--port=8001",
+        "-tp 2 -O3",
+        "--served-model-name a b",
+        "--api-key a b --trust-remote-code",
+        "--served-model-name=a",
+        "--cudagraph-capture-sizes 1 2 4",
+        "--hf-overrides.a b",
+        "--additional-config {}",
+    ],
+)
+def test_serve_takes_the_model_after_options(options: str) -> None:
+    """As it does before them, and between them."""
+    words = options.split()
+    expected = served(TINY, *words)
+    assert served(*words, TINY) == expected
+    assert expected[0] == TINY
+    with pytest.raises(ValueError, match="two models are named: x and"):
+        served("x", *words, TINY)
+
+
+def test_values_that_are_no_models() -> None:
+    """A name of the only value of an option is no model, be it written like one."""
+    for option in ("--served-model-name", "--tokenizer", "--hf-config-path"):
+        model, rest = take_model([option, TINY])
+        assert (model, rest) == (None, [option, TINY])
+
+
+def test_serve_knows_how_many_values_options_of_vllm_take() -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    commands = FlexibleArgumentParser().add_subparsers()
+    several = set()
+    for action in ServeSubcommand().subparser_init(commands)._actions:
+        for option in action.option_strings:
+            without = WITHOUT_VALUE.fullmatch(option) is not None
+            assert without == (action.nargs == 0), option
+        if action.nargs not in (0, None):
+            several |= set(action.option_strings)
+    assert several == set(WITH_SEVERAL)
 
 
 def test_serve_without_a_model_fills_in_the_bundled_one() -> None:

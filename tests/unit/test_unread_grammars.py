@@ -37,10 +37,11 @@ def test_a_schema(
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", None)
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema))
-    assert cli.main(["generate", "x", "--json-schema", str(file)]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"diffuplug: error: --json-schema {file} has {words}")
-    assert printed.count("\n") == 1
+    for given, named in ((str(file), f" {file}"), (json.dumps(schema), "")):
+        assert cli.main(["generate", "x", "--json-schema", given]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"diffuplug: error: --json-schema{named} has {words}")
+        assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
