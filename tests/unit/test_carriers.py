@@ -304,7 +304,10 @@ def test_the_design_names_private_attributes_that_are_written() -> None:
     text = text.partition("Written without a public way")[2].partition("\n## ")[0]
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        found |= private_writes(ast.parse(path.read_text(encoding="utf-8")))
+        written = private_writes(ast.parse(path.read_text(encoding="utf-8")))
+        found |= written
+        name = path.relative_to(PACKAGE).as_posix()
+        assert not written - OF_COPIES or f"`{name}`" in text, name
     named = set(re.findall(r"\b_[a-z]\w*\b", text))
     # A slice of the scheduler's own list is deleted through `self`.
     assert found - OF_COPIES == named - {"_spec_token_placeholders"}
