@@ -38,7 +38,8 @@ assert Path(dllm_plugin.__file__).parents[1] == Path.cwd()
 page = runpy.run_path(str(root / "scripts" / "options_page.py"))["page"]()
 assert page == Path("docs/options.md").read_text(encoding="utf-8")
 frozen = root / "tests/unit/test_config.py::test_public_surface_is_frozen"
-tests = ["tests/unit/test_step_features.py", str(frozen)]
+methods = root / "tests" / "unit" / "test_methods.py"
+tests = ["tests/unit/test_step_features.py", str(frozen), str(methods)]
 sys.exit(pytest.main([*tests, "-q", "-c", str(root / "pyproject.toml"), "-p", "no:cacheprovider"]))
 """
 

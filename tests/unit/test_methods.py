@@ -125,12 +125,6 @@ def test_config_classes_share_what_is_a_number() -> None:
     assert numbers <= set(REQUEST_FIELDS) <= of_request & set(OPTIONS)
     # A user's steps hold for blocks of any length, and are kept beside the defaults.
     assert of_engine & of_request == {"steps"}
-    assert (len(numbers), len(OPTIONS), len(of_request), len(of_engine)) == (
-        20,
-        41,
-        38,
-        27,
-    )
 
 
 def test_arguments_are_parsed_once() -> None:
