@@ -15,10 +15,7 @@ from jobs import MIXED, Job
 from processes import Server, serving
 from streams import assert_by_blocks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("template"),
-]
+pytestmark = pytest.mark.usefixtures("template")
 
 PROMPT = letters(20, 2)
 READABLE = {"allowed_token_ids": LETTERS, "ignore_eos": True, "max_tokens": 80}
