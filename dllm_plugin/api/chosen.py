@@ -34,6 +34,7 @@ async def fill(
     """Return the reply, and the choice of lengths that it fills."""
     try:
         check_arguments(request)
+        check_gaps(choices, raw_request)
         if len(choices) > 1:
             check(request, fields)
     except ValueError as error:
@@ -53,6 +54,27 @@ def check_arguments(request: CompletionRequest) -> None:
         raise ValueError(
             f"{TEMPLATE} cannot be combined with suffix or gaps: leave it out."
         )
+
+
+def check_gaps(choices: list[Gapped], raw_request: Request) -> None:
+    """Raise ValueError for gaps that fit no context, and a mask in the text around them.
+
+    The engine would name the template, which the body does not have.
+    """
+    ours, context = our_endpoints(raw_request), encoder(raw_request).context
+    mask = ours.config.mask_token_id
+    for gapped in choices:
+        num_prompt, positions = len(gapped.prompt), len(gapped.template)
+        if num_prompt + positions > context:
+            raise ValueError(
+                f"The prompt has {num_prompt} tokens and the gaps and what follows them "
+                f"{positions} positions, but the context holds {context}: shorten one of them "
+                "or raise max_model_len."
+            )
+        if mask in gapped.template:
+            raise ValueError(
+                f"The text around the gaps holds the mask token (id {mask}): remove it."
+            )
 
 
 def check(request: CompletionRequest, fields: Asked | None) -> None:
@@ -93,9 +115,8 @@ async def _answered(
     one = request.model_copy(update=changes)
     try:
         reply, engine = await answer(one, raw_request, fields, gapped.given)
-    except VLLMValidationError as error:  # names a field that the body does not have
-        said = str(error.args[0]).replace(TEMPLATE, "the gaps and what follows them")
-        raise ValueError(said) from error
+    except VLLMValidationError as error:
+        raise ValueError(str(error.args[0])) from error
     if isinstance(reply, ErrorResponse):
         raise Refused(reply)
     for choice in reply["choices"] if isinstance(reply, dict) else ():

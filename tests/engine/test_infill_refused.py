@@ -186,6 +186,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "The gaps and the text between them take 300 positions, canvas_length is 256: shorten "
         "them, or start the server with a larger canvas_length.",
     ),
+    (
+        "completions",
+        FIM | {"suffix": "a<|mdm_mask|>b"},
+        "The text around the gaps holds the mask token (id ",
+    ),
+    (
+        "fim/completions",
+        FIM | {"suffix": "b " * 400, "stream": True},
+        "tokens and the gaps and what follows them",
+    ),
+    (
+        "fim/completions",
+        FIM | {"seed": 1, "random_seed": 2},
+        "seed 1 and random_seed 2",
+    ),
     ("infill", TWO | {"presence_penalty": 3}, "presence_penalty must be in [-2, 2]"),
     (
         "infill",

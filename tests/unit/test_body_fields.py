@@ -51,6 +51,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     ),
 ]
 READ: list[tuple[str, dict[str, Any]]] = [
+    ("/beta/completions", {"suffix": "a"}),
     (COMPLETIONS, {"best_of": 1, "suffix": "a", "diffusion": {}, "max_tokens": 9}),
     (COMPLETIONS, {"best_of": 2, "n": 2, "functions": [], "function_call": None}),
     (FIM, {"random_seed": 3, "suffix": "a"}),
