@@ -22,7 +22,14 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
 from dllm_plugin.config.decode import DecodeConfig
-from dllm_plugin.config.request.arguments import EARLY_TEXT, FRAMES, STATISTICS, TRACE
+from dllm_plugin.config.options import REQUEST_PREFIX
+from dllm_plugin.config.request.arguments import (
+    ARGUMENTS,
+    EARLY_TEXT,
+    FRAMES,
+    STATISTICS,
+    TRACE,
+)
 from dllm_plugin.config.request.checks import check_characters
 from dllm_plugin.config.request.parsing import request_arguments
 from dllm_plugin.config.request.structured_outputs import at
@@ -43,8 +50,20 @@ READ_BY = (
     "/v1/infill",
 )
 SUFFIX_READ_BY = READ_BY[1:]
-# Fields of other servers, which vLLM ignores, and what to send in their place.
-INSTEAD = {
+# Our arguments without their prefix, but those names that vLLM's requests have.
+BARE = {name: f"{REQUEST_PREFIX}{name} in vllm_xargs" for name in ARGUMENTS}
+for name in ("top_k", "top_p"):
+    del BARE[name]
+# Fields that vLLM ignores, and what to send in their place.
+INSTEAD = BARE | {
+    "frames": FIELD,
+    "early_text": FIELD,
+    "trace": FIELD,
+    "extra_body": "its fields themselves",
+    "extra_args": "vllm_xargs",
+    "gen_length": "max_tokens",
+    "remasking": "dllm_policy in vllm_xargs",
+    "alg": "dllm_policy in vllm_xargs",
     "best_of": "n",
     "functions": "tools",
     "function_call": "tool_choice",
@@ -276,10 +295,9 @@ def check_fields(path: str, fields: dict[str, Any]) -> None:
     for route, others in OF_OTHERS.items():
         if path.endswith(route):
             instead = INSTEAD | others
-    for name in fields.keys() & instead.keys():
-        value = fields[name]
+    for name, value in fields.items():
         is_default = name == "best_of" and value == (fields.get("n") or 1)
-        if value and instead[name] and not is_default:
+        if instead.get(name) and value not in (None, []) and not is_default:
             raise ValueError(
                 f"{name} {shown(value)} is not read here: send {instead[name]}."
             )
@@ -287,6 +305,11 @@ def check_fields(path: str, fields: dict[str, Any]) -> None:
         if fields.get(name) is not None and not path.endswith(routes):
             raise ValueError(f"{name} is not read here: send it to {routes[0]}.")
     arguments = at(fields, "vllm_xargs") or at(fields, "sampling_params", "extra_args")
+    for name in arguments if isinstance(arguments, dict) else ():
+        if name in BARE:
+            raise ValueError(
+                f"{name} is not read in vllm_xargs: send {REQUEST_PREFIX}{name}."
+            )
     for name, said in ((FRAMES, "frames"), (TRACE, "trace")):
         if value := at(arguments, name):
             raise ValueError(

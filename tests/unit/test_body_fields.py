@@ -32,6 +32,14 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses", {"response_format": {"a": 1}}, "is not read here: send text."),
     (MESSAGES, {"structured_outputs": {"regex": "a"}}, "here: send output_config."),
     (MESSAGES, {"diffusion": {}}, "diffusion is not read here: send it to /v1/chat/co"),
+    (CHAT, {"threshold": 0}, "is not read here: send dllm_threshold in vllm_xargs."),
+    (CHAT, {"frames": True}, "frames True is not read here: send diffusion."),
+    (
+        CHAT,
+        {"vllm_xargs": {"policy": "a"}},
+        "not read in vllm_xargs: send dllm_policy.",
+    ),
+    (CHAT, {"extra_body": {"a": 1}}, "not read here: send its fields themselves."),
     (CHAT, {"suffix": "a"}, "suffix is not read here: send it to /v1/completions."),
     (
         CHAT,
@@ -51,6 +59,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     ),
 ]
 READ: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"top_p": 0.9, "top_k": 3, "template": None, "metadata": {"policy": "a"}}),
     ("/beta/completions", {"suffix": "a"}),
     (COMPLETIONS, {"best_of": 1, "suffix": "a", "diffusion": {}, "max_tokens": 9}),
     (COMPLETIONS, {"best_of": 2, "n": 2, "functions": [], "function_call": None}),
