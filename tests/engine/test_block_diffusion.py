@@ -113,7 +113,7 @@ def test_a_canvas_of_one_block_stores_it_by_itself(
     assert (token_ids(output), forwards(output)) == text
 
 
-def test_blocks_commit_alone_where_many_requests_run(
+def test_blocks_commit_by_themselves_if_many_requests_run(
     family: str, room: EngineRoom, plain_models: dict[str, PlainModel]
 ) -> None:
     """From four on each is fed a block per step; the last three ride along again."""

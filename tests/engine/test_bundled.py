@@ -83,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-def test_compiled_where_asked(tmp_path: Path) -> None:
+def test_compiled_if_asked(tmp_path: Path) -> None:
     """What nobody gets any more who asks for nothing."""
     program = tmp_path / "compiled.py"
     program.write_text(COMPILED)

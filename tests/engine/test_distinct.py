@@ -52,7 +52,7 @@ def test_d2f_under_page_pressure(family: str, room: EngineRoom) -> None:
     assert free_pages(llm) == pages
 
 
-def test_keys_kept_behind_the_span(room: EngineRoom) -> None:
+def test_keys_kept_after_the_span(room: EngineRoom) -> None:
     """Dual cache: a step computes one block and sees the rest of the canvas in the cache."""
     dllm = {"strategy": "dual_cache", "canvas_length": full.CANVAS} | DISTINCT
     llm = room.start("dream", dllm)

@@ -270,7 +270,7 @@ class TruncatingWorker(DiffusionCPUWorker):
         super().load_model(**options)
 
 
-def test_an_adapter_is_truncated_behind_its_check(
+def test_an_adapter_is_truncated_after_its_check(
     tmp_path: Path, room: EngineRoom
 ) -> None:
     folder = shutil.copytree(default_model.adapter_path(), tmp_path / "adapter")

@@ -169,7 +169,7 @@ def test_signals_reach_it_and_its_children(
 
 
 @both
-def test_a_signal_to_it_alone_spares_its_children(python: str) -> None:
+def test_a_signal_only_to_it_spares_its_children(python: str) -> None:
     process = subprocess.Popen([python, "-c", WAITING, "dies"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     started = {int(process.stdout.readline()) for _ in range(2)}

@@ -93,7 +93,7 @@ def test_requests_of_all_kinds_in_one_batch(
 
 
 @every_cached_decoder
-def test_no_forward_is_void_where_it_would_leave_its_pages(
+def test_no_forward_is_void_if_it_would_leave_its_pages(
     decoder: Decoder, room: EngineRoom
 ) -> None:
     """It lies where the next refresh starts: inside of the block that is done, here."""
@@ -233,7 +233,7 @@ def test_compiled(decoder: Decoder, room: EngineRoom) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.31, 0.41, 0.45, 0.51, 0.65])
-def test_a_block_that_goes_on_behind_its_last_step(
+def test_a_block_that_goes_on_after_its_last_step(
     threshold: float, room: EngineRoom
 ) -> None:
     """Dream's own threshold may leave most of a block to later steps, and then take all of it."""

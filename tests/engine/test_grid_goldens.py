@@ -275,7 +275,7 @@ def test_a_canvas_of_one_block(overlapped: bool, room: EngineRoom) -> None:
         ]
 
 
-def test_blocks_commit_alone_where_many_requests_run(
+def test_blocks_commit_by_themselves_if_many_requests_run(
     model: str, room: EngineRoom
 ) -> None:
     """The same tokens from fewer positions and more passes."""

@@ -182,7 +182,7 @@ def test_gaps_of_a_text(client: httpx.Client, tokenizer: Any) -> None:
     )
 
 
-def test_an_answer_behind_messages(client: httpx.Client, tokenizer: Any) -> None:
+def test_an_answer_after_messages(client: httpx.Client, tokenizer: Any) -> None:
     """The parts are the assistant's turn."""
     messages = [{"role": "user", "content": "What is 2+2?"}]
     prompt = tokenizer.apply_chat_template(

@@ -269,7 +269,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def test_refused_where_blocks_see_nothing_behind_them(tmp_path: Path) -> None:
+def test_refused_if_blocks_see_nothing_after_them(tmp_path: Path) -> None:
     """Gaps as likelihoods, by the words of the specification."""
     options = '{"dllm": {"strategy": "d2f"}}'
     fim = {"prompt": "a", "suffix": "b"}

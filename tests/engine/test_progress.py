@@ -134,7 +134,7 @@ def test_a_guided_request_among_urgent_ones(ahead: bool, room: EngineRoom) -> No
 @pytest.mark.parametrize(
     "decoder", [DECODERS[0], ("sdar", "block_diffusion")], ids="-".join
 )
-def test_who_may_not_enter_holds_up_those_behind(
+def test_who_may_not_enter_holds_up_those_after(
     decoder: tuple[str, str], room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the end of the step, in a loop like that of vLLM 0.33 too, which skips who is refused.

@@ -333,7 +333,7 @@ def test_refused_requests(room: EngineRoom) -> None:
         assert sentence in str(caught.value), arguments
 
 
-def test_nothing_of_it_runs_where_it_is_off(room: EngineRoom) -> None:
+def test_nothing_of_it_runs_if_it_is_off(room: EngineRoom) -> None:
     """No scheduler, view, kernel or count of floating canvases; a schedule is refused by name."""
     llm = room.start("llada", {"strategy": "d2f"}, async_scheduling=True)
     assert type(scheduler(llm)) is DiffusionScheduler

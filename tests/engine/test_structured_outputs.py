@@ -324,16 +324,10 @@ def test_automata_among_rows_as_gpus_read_them(
         regex_case(random.Random(4)),
     ] * 2
     warm = {"temperature": 1.0, "seed": 5}
-    wishes = [
-        wish(
-            case.kind,
-            case.spec,
-            40,
-            dllm_grammar="automaton",
-            **(warm if i > 2 else {}),
-        )
-        for i, case in enumerate(asked)
-    ]
+    wishes = []
+    for i, case in enumerate(asked):
+        how = {"dllm_grammar": "automaton"} | (warm if i > 2 else {})
+        wishes.append(wish(case.kind, case.spec, 40, **how))
     prompts = [letters(9 + 3 * i, i) for i in range(len(asked))]
     expected = [token_ids(output) for output in generate(llm, prompts, wishes)]
     sampler = sampler_of(llm)
@@ -345,7 +339,7 @@ def test_automata_among_rows_as_gpus_read_them(
     assert [token_ids(output) for output in generate(llm, prompts, wishes)] == expected
 
 
-def test_an_automaton_looks_at_the_block_alone(
+def test_an_automaton_looks_only_at_the_block(
     room: EngineRoom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the canvas; and its draws are the same where blocks of others are longer."""

@@ -178,7 +178,7 @@ def test_refused_by_name(
 
 
 @pytest.mark.parametrize("family", ["llada", "sdar"])
-def test_refused_where_a_block_sees_nothing_behind_it(
+def test_refused_if_a_block_sees_nothing_after_it(
     family: str, room: EngineRoom
 ) -> None:
     llm = room.start(family, {"strategy": "d2f"} if family == "llada" else {})

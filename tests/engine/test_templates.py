@@ -303,7 +303,7 @@ def test_refused_by_name(room: EngineRoom) -> None:
         ),
     ],
 )
-def test_models_that_see_nothing_behind_a_gap(
+def test_models_that_see_nothing_after_a_gap(
     family: str, dllm: dict[str, Any], sentence: str, room: EngineRoom
 ) -> None:
     llm = room.start(family, dllm, max_model_len=160)

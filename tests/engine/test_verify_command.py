@@ -260,7 +260,7 @@ def test_the_checkpoints_own_code(
     assert found[1]["reference"] == "the checkpoint's own code"
 
 
-def test_own_code_runs_only_where_it_is_trusted(verify: Verify, tmp_path: Path) -> None:
+def test_own_code_runs_only_if_it_is_trusted(verify: Verify, tmp_path: Path) -> None:
     folder = with_code(
         tmp_path / "untrusted", "dream", "raise RuntimeError('this ran')"
     )

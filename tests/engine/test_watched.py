@@ -309,7 +309,7 @@ def test_a_connectors_parameters_stay(connected: Any) -> None:
             assert output.kv_transfer_params is None
 
 
-def test_refused_where_tokens_may_be_replaced(room: EngineRoom) -> None:
+def test_refused_if_tokens_may_be_replaced(room: EngineRoom) -> None:
     llm = room.start("llada2.1", {"policy": "joint_threshold"})
     sentence = "dllm_early_text cannot be combined with policy joint_threshold, which may still"
     with pytest.raises(VLLMValidationError, match=sentence):

@@ -101,7 +101,7 @@ def test_whole_canvases(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_single_blocks_where_many_requests_run(family, monkeypatch):
+def test_single_blocks_if_many_requests_run(family, monkeypatch):
     """Answers of several lengths: once three requests are left, commits share forwards again."""
     dllm = {"block_length": 16, "commit_alone_from": 4}
     engine, lengths = start(family, dllm, monkeypatch)

@@ -29,6 +29,6 @@ def test_absolute_grid(model):
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_keys_kept_behind_the_span(family):
+def test_keys_kept_after_the_span(family):
     """Piecewise graphs."""
     recorded.check_full(family, "dual_cache", DISTINCT, **OURS)

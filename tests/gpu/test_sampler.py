@@ -176,7 +176,7 @@ def test_samples_follow_the_softmax():
 
 
 @pytest.mark.parametrize("vocab", [1000, 8192, 152064])
-def test_carry_rows_move_alone(vocab):
+def test_only_carry_rows_move(vocab):
     rows, first = 96, torch.zeros(32, vocab, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
     second = first.clone()

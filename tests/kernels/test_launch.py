@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.mark.parametrize(("name", "moved"), [("move_ahead", 0), ("move_behind", 2)])
-def test_only_behind_a_warm_up_kernels_run(
+def test_kernels_run_only_after_a_warm_up(
     name: str, moved: int, interpreter: Any
 ) -> None:
     rows = torch.tensor([0, 1])

@@ -76,7 +76,7 @@ def test_a_reply_and_its_usage() -> None:
     assert reply["metrics"] == {"diffusion": total([ONE, ONE]).as_json() | METHOD}
 
 
-def test_a_stream_is_rewritten_behind_ends_alone() -> None:
+def test_a_stream_is_rewritten_only_after_ends() -> None:
     engine: Any = SimpleNamespace(counts={}, traces={})
     untouched = 'data: {"choices" : [{"index":0, "finish_reason":null}]}\n\n'
     end = {

@@ -138,7 +138,7 @@ def test_every_case_of_adapters_has_them(manager_of: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("mode", [PIECEWISE, NONE])
-def test_no_full_graphs_where_backends_have_none(
+def test_no_full_graphs_if_backends_have_none(
     mode: CUDAGraphMode, manager_of: Callable[..., Any]
 ) -> None:
     manager, vllms = manager_of(mode), manager_of(mode, ModelCudaGraphManager)

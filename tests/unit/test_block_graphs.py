@@ -129,7 +129,7 @@ def test_counts_at_sizes_of_the_user() -> None:
     assert block_counts([], 16, 1, 64) == []
 
 
-def test_the_worker_is_taken_where_graphs_can_be_captured() -> None:
+def test_the_worker_is_taken_if_graphs_can_be_captured() -> None:
     alone = config_of(commit_alone_from=8)
     for mode in (BOTH, ONLY_FULL, None):
         assert worker_for(alone, "auto", mode, True) == WORKER
@@ -176,7 +176,7 @@ def rule(vllm_config_for: Callable[..., Any], checkpoints: Path) -> Callable[...
     return ask
 
 
-def test_single_block_steps_are_the_default_where_graphs_hold_them(
+def test_single_block_steps_are_the_default_if_graphs_hold_them(
     rule: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block, fewest in {4: 0, 7: 0, 8: 16, 16: 8, 20: 7, 32: 4}.items():
@@ -239,7 +239,7 @@ def test_what_was_asked_for_is_kept(
     assert config.additional_config["dllm"]["commit_alone_from"] == resolved
 
 
-def test_the_rule_is_asked_where_nobody_said(
+def test_the_rule_is_asked_if_nobody_said(
     vllm_config_for: Callable[..., Any],
     checkpoints: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -76,7 +76,7 @@ def test_auto_is_the_same_for_a_request() -> None:
     )
 
 
-def test_the_canvas_holds_the_block_that_is_stored_where_it_may_ride_along() -> None:
+def test_the_canvas_holds_the_block_that_is_stored_if_it_may_ride_along() -> None:
     assert resolved(SDAR).canvas_length == 8 and resolved(LLADA2).canvas_length == 64
     assert resolved(FAST).canvas_length == 32 and resolved(FAST).dedicated_commit
     several = resolved(FAST, max_active_blocks=3)

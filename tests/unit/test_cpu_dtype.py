@@ -88,7 +88,7 @@ def choice(fixed_by: str | None = None, weights: int | None = GIB) -> DtypeChoic
     return choose_dtype(torch.bfloat16, fixed_by, weights, HALF)
 
 
-def test_float32_where_it_fits() -> None:
+def test_float32_if_it_fits() -> None:
     found = choice()
     assert (found.dtype, found.reason) == (torch.float32, NO_UNITS)
     assert (

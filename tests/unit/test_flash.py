@@ -142,7 +142,7 @@ def test_the_buffer_holds_the_longest_schedule(engine_config: VllmConfig) -> Non
     assert len(builder.causal_lens) == len(builder.bidirectional_lens) == 8192
 
 
-def test_what_lies_behind_a_schedule_is_cleared(engine_config: VllmConfig) -> None:
+def test_what_lies_after_a_schedule_is_cleared(engine_config: VllmConfig) -> None:
     builder = builder_of(engine_config)
     buffer = builder.scheduler_metadata
     for entries in (1000, 8, len(buffer), 0):

@@ -64,7 +64,7 @@ def test_parts_of_a_character_are_set_again_when_it_is_whole() -> None:
     assert whole["set"] == [[1, "€", 0.5], [2, "", None], [3, "", 0.5]]
 
 
-def test_what_lies_behind_a_stop_string_goes() -> None:
+def test_what_lies_after_a_stop_string_goes() -> None:
     frames = Frames(decode)
     frames.frame(snapshot(0, 0, [A, -1, B, B]))
     frames.tokens.extend([A, B])

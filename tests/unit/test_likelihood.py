@@ -30,7 +30,7 @@ def test_counts_are_those_of_lladas_estimate(length: int, samples: int) -> None:
         )
 
 
-def test_positions_depend_on_seed_and_sample_alone() -> None:
+def test_positions_depend_only_on_seed_and_sample() -> None:
     few, many = monte_carlo(20, 8, seed=3), monte_carlo(20, 8, seed=3)
     assert few == many != monte_carlo(20, 8, seed=4)
     for one in few:

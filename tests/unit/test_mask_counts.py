@@ -16,7 +16,7 @@ def counts_after(steps_in_flight: int, *left: list[int]) -> MaskCounts:
     return counts
 
 
-def test_blocks_of_which_nothing_is_known_may_be_masks_alone() -> None:
+def test_blocks_of_which_nothing_is_known_may_be_only_masks() -> None:
     assert counts_after(0).most(SLOTS, STARTS, SIZES).tolist() == [8, 6]
 
 

@@ -30,7 +30,7 @@ def test_models_that_attend_from_block_to_block(architecture: str, wanted: str) 
 @WANTED
 @pytest.mark.parametrize("strategy", ["d2f", "block_diffusion"])
 @pytest.mark.parametrize("architecture", ["LLaDAModelLM", "DreamModel"])
-def test_strategies_that_see_nothing_behind_a_block(
+def test_strategies_that_see_nothing_after_a_block(
     architecture: str, strategy: str, wanted: str
 ) -> None:
     config = resolve(Options(strategy=strategy), architecture, 512, MASK)

@@ -192,7 +192,7 @@ def test_a_seed_that_is_none_is_refused_alone(seed: Any) -> None:
     assert b"seed must be an integer from 0 to 2**63 - 1" in refused.numpy().tobytes()
 
 
-def test_a_type_error_of_check_params_refuses_its_request_alone() -> None:
+def test_a_type_error_of_check_params_refuses_only_its_request() -> None:
     picky = model("diffuse")
     picky.check_params = lambda params: params.get("steps", 1) < 9
     picky.diffuse = lambda condition, **inputs: torch.ones(len(condition), 1)

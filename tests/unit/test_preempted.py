@@ -102,7 +102,7 @@ def kept(states: CanvasStates) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_preempted_ones_alone_are_kept(seed: int) -> None:
+def test_only_preempted_requests_are_kept(seed: int) -> None:
     """Random arrivals, preemptions, returns and aborts; texts and steps are those without."""
     dice = random.Random(seed)
     loop, waiting, aborted = Loop(D2F, slots=SLOTS), list[Run](), set[str]()

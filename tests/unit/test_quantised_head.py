@@ -195,7 +195,7 @@ def test_one_scale_for_the_rows_of_a_step_is_refused(
         check_activation_scales(model)
 
 
-def test_weights_of_8_bits_alone_are_served(
+def test_only_weights_of_8_bits_are_served(
     checkpoint: Callable[..., Path], load_model: Callable[..., Any]
 ) -> None:
     path = quantise(checkpoint("tiny-llada"), "tiny-llada", "float")

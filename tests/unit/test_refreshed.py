@@ -33,7 +33,7 @@ def test_committed_tokens_stand_in_front_of_the_canvas() -> None:
     assert given.input_ids.tolist() == [CONTEXT + 5, CONTEXT + 6] + [-1] * 9
 
 
-def test_positions_behind_the_context_are_left_alone() -> None:
+def test_positions_after_the_context_are_left_alone() -> None:
     """vLLM's warm-up computes such, on GPUs with every engine that has approximations."""
     given = batch([CONTEXT - 1, CONTEXT + 3], [4, 4], [1, 1])
     write_committed(given, TOKENS_NL)

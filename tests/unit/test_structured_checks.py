@@ -335,7 +335,7 @@ def test_settled_blocks_are_stored() -> None:
     assert got == (tokens, [4, 6, 7], 1, 2, [4, 6, 7], [4])
 
 
-def test_a_refused_draft_drops_what_is_behind_it() -> None:
+def test_a_refused_draft_drops_what_follows_it() -> None:
     tokens = [1, 2, 3, 4, MASK, 6, MASK, MASK]
     got = step(tokens, GrammarCheck([1, 2], [], ANY, True, True))
     assert got == ([1, 2, *[MASK] * 6], [2], 0, 2, [2], [2])

@@ -228,7 +228,7 @@ def test_rules_do_not_outlive_their_request() -> None:
     assert plain.output == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_sampling_depends_on_the_request_alone() -> None:
+def test_sampling_depends_only_on_the_request() -> None:
     """Seeded: the same text alone, in a batch, in another slot; another seed, another text."""
     options: dict[str, Any] = {"temperature": 1.0, "dllm_threshold": 0.6}
     texts = []

@@ -93,7 +93,7 @@ def test_some_rows_stand_in_a_chat(tokenizer: Tokenizer) -> None:
     assert 50 < sum(row.raw for row in rows) < 130
 
 
-def test_long_rows_come_in_long_batches_alone(tokenizer: Tokenizer) -> None:
+def test_long_rows_come_only_in_long_batches(tokenizer: Tokenizer) -> None:
     data = make_dataset(
         islice(with_chats(forms(SAMPLE)), 2000), tokenizer, torch.device("cpu")
     )

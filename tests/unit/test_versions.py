@@ -69,7 +69,7 @@ def test_right_vllm_version(version: str) -> None:
     dllm_plugin.check_vllm_version(version)
 
 
-def test_the_next_release_runs_on_gpus_alone() -> None:
+def test_the_next_release_runs_only_on_gpus() -> None:
     """Kernels for CPUs stand in for those of one release."""
     refuse_platform((0, 32, 5))
     with pytest.raises(

@@ -143,7 +143,7 @@ def test_what_the_next_release_moves() -> None:
     assert len(changed) < len(table) / 2
 
 
-def test_fingerprints_see_code_alone(tmp_path: Path) -> None:
+def test_fingerprints_see_only_code(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(
         "class A:\n    def f(self, x: int) -> int:\n        return x\n"
     )
