@@ -72,6 +72,7 @@ OTHER_FORMATS = (
 AMOUNTS = (
     *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens"),
     *("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp"),
+    "--kv-cache-memory-bytes",
 )
 FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 
@@ -330,6 +331,8 @@ def check_values(arguments: list[str]) -> None:
     add_memory_share(parser)
     for option in AMOUNTS:
         add_value(parser, option, "N", "", type=amount)
+    for option in ("--port", "--host", "--uds", "--tokenizer", *FILES):
+        add_value(parser, option, "X", "")  # none of them has an empty value
     parser.parse_known_args(arguments)
     if word := value_of(arguments, "--kv-cache-dtype"):
         check_word("--kv-cache-dtype", word)

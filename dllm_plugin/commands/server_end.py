@@ -20,7 +20,7 @@ DIED = 1  # the status if an engine, or what engines depend on, has died
 CUT = (
     "The server is ending and cut this request; send it again when the server is back."
 )
-CUT_SECONDS, END_SECONDS = 2.4, 2.8  # after a first Ctrl-C
+CUT_SECONDS, END_SECONDS = 2.0, 2.3  # after a first Ctrl-C
 KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
 COORDINATOR = "VLLM_DP_Coordinator"  # vLLM's name of the process
 

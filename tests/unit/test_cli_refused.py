@@ -139,10 +139,7 @@ from dllm_plugin.commands import cli, doctor, models, options, phases
             ["eval", "--all", "--refreshes"],
             "--refreshes stands by itself, or a part of --all",
         ),
-        (
-            ["eval", "--all", "--output", "/no/such/folder"],
-            "/no/such/folder is not a folder",
-        ),
+        (["eval", "--all", "--output", "/no/such"], "/no/such is not a folder"),
     ],
 )
 def test_error_is_one_sentence(
@@ -179,6 +176,8 @@ def test_error_is_one_sentence(
         ["serve", "--dtype", "float8"],
         ["serve", "--gpu-memory-utilization", "7"],
         ["serve", "-tp", "0"],
+        ["serve", "--port"],
+        ["serve", "--kv-cache-memory-bytes", "x"],
         ["doctor", "some/model", "--model", "another/model"],
     ],
 )
