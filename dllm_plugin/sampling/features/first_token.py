@@ -5,7 +5,7 @@ the first position of the next block, which is decided before that block is comp
 last row of a prompt that ends with a block. Shape letters as in :mod:`dllm_plugin.decoding.plan`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import Canvas
 from dllm_plugin.kernels.confidence.reference import RowStats
+from dllm_plugin.sampling.proposer import Proposer
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import Emitted, Step
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
@@ -38,9 +39,9 @@ class FirstTokenDecoder(StepFeature):
         checks: StagedChecks,
         readers: Sequence[StepFeature],
         logprobs: LogprobStash,
-        propose: Callable[..., RowStats],
+        proposer: Proposer,
     ) -> None:
-        """Decide by `propose`, the method of the Proposer.
+        """Decide by the proposals of the step's proposer.
 
         Args:
             readers: the features that change or score copies of rows.
@@ -49,7 +50,7 @@ class FirstTokenDecoder(StepFeature):
         self.checks = checks
         self.logprobs = logprobs
         self.readers = readers
-        self.propose = propose
+        self.proposer = proposer
         self._proposed: tuple[Tensor, Tensor, Tensor] | None = None
 
     def active(self, slots_np: np.ndarray) -> bool:
@@ -148,7 +149,7 @@ class FirstTokenDecoder(StepFeature):
         active = [f for f in self.readers if f.active(slots_np)]
         for feature in active:
             feature.start_rows(rows)
-        return self.propose([chunk], slots_np, count, active)
+        return self.proposer.propose([chunk], slots_np, count, active)
 
     def _write(self, slots_R: Tensor, token_R: Tensor, take_R: Tensor) -> None:
         """Write tokens to the first position of the canvases of `take_R`."""

@@ -53,7 +53,6 @@ class StepFeatures:
         kind = VerifiedRows if method.verifies else StagedChecks
         checks = kind(states, rows, rules)
         penalties = Penalties(states, owner.req_states, rules.vocab_size)
-        sampling = owner.sampling_states
         bad_words = BadWords(states, owner.req_states)
         logprobs = LogprobStash(states, model_config)
         entries: list[StepFeature] = []
@@ -75,17 +74,15 @@ class StepFeatures:
             # Extends what is committed: before everything that moves on with the canvas.
             TemplateSteps(states),
             # Adds rows, to which no bad words apply, and moves on by what is committed.
-            Automata(states, sampling, rows, rules, penalties),
+            Automata(states, owner.sampling_states, rows, rules, penalties),
             # Stores the scores of this step's rows, and emits them.
             logprobs,
         ]
         if states.config.dedicated_commit or method.causal_commit:
             # Reads rows once more, with scores of their own: after the scores of the step.
-            causal = method.causal
-            decoder = FirstTokenAfterPrompt if causal else FirstTokenDecoder
+            decoder = FirstTokenAfterPrompt if method.causal else FirstTokenDecoder
             readers = [entry for entry in entries if entry.reads != ONCE]
-            propose = proposer.propose
-            entries.append(decoder(states, checks, readers, logprobs, propose))
+            entries.append(decoder(states, checks, readers, logprobs, proposer))
         if method.causal_commit:
             # Replaces first tokens of blocks: after they are decided.
             entries.append(ThinkingBudget(states))
