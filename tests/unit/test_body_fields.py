@@ -11,6 +11,7 @@ from dllm_plugin.api.body_checks import check_body
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 COMPLETIONS, FIM = "/v1/completions", "/a/v1/fim/completions"
 IGNORED: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"max_tokens": 9, "n_predict": 8}, "8 is not read here: send max_t"),
     (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of 3 is not read here: send n."),
     (CHAT, {"functions": [{"name": "f"}]}, "is not read here: send tools."),
     (CHAT, {"function_call": "auto"}, "'auto' is not read here: send tool_choice."),
@@ -59,6 +60,8 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     ),
 ]
 READ: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"max_tokens": 9, "max_new_tokens": 9, "n_predict": 9}),
+    (COMPLETIONS, {"grammar": "", "guided_json": {}, "guided_choice": []}),
     (CHAT, {"top_p": 0.9, "top_k": 3, "template": None, "metadata": {"policy": "a"}}),
     ("/beta/completions", {"suffix": "a"}),
     (COMPLETIONS, {"best_of": 1, "suffix": "a", "diffusion": {}, "max_tokens": 9}),
