@@ -82,7 +82,7 @@ def test_every_rank_of_torchrun_gets_the_rows(folder: Path) -> None:
     text = output_of(
         command,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        PYTHON_EXEC=PYTHON,  # what torchrun starts as ranks
+        PYTHON_EXEC=sys.executable,  # what torchrun starts; forks end without C++'s destructors
         GLOO_SOCKET_IFNAME="lo",
         MASTER_PORT="0",
     )
