@@ -7,6 +7,7 @@ import copy
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -80,6 +81,8 @@ INSTEAD = BARE | {
     "guided_grammar": "structured_outputs grammar",
 }
 EMPTY: tuple[Any, ...] = (None, "", [], {})
+# Values that ask for nothing.
+UNASKED = {"best_of": 1, "function_call": "none", "n_predict": -1}
 # Fields of other routes.
 OF_OTHERS = {
     "/v1/completions": {"max_completion_tokens": "max_tokens"},
@@ -87,9 +90,13 @@ OF_OTHERS = {
     "/v1/messages": {
         "structured_outputs": "output_config",
         "response_format": "output_config",
+        "output_format": "output_config",
     },
     "/v1/responses": {"response_format": "text", "max_tokens": "max_output_tokens"},
 }
+# Of these, what most bodies have.
+COMMON = {"max_tokens", "max_completion_tokens"}
+LOOKED_FOR = {FIELD, "suffix", *INSTEAD, *chain(*OF_OTHERS.values())} - COMMON
 NOT_OURS = "This server's model is no diffusion language model."
 
 
@@ -288,6 +295,14 @@ async def answer(
     return reply, engine
 
 
+def has_common(body: bytes, path: str) -> bool:
+    """Return whether a body may have a field that most routes read, and this one does not."""
+    for route, others in OF_OTHERS.items():
+        if path.endswith(route):
+            return any(f'"{name}"'.encode() in body for name in COMMON & others.keys())
+    return False
+
+
 def check_fields(path: str, fields: dict[str, Any]) -> None:
     """Raise ValueError for a field of a body that a route would ignore."""
     if "/v1/" not in path and not path.endswith("/invocations"):
@@ -296,27 +311,30 @@ def check_fields(path: str, fields: dict[str, Any]) -> None:
     for route, others in OF_OTHERS.items():
         if path.endswith(route):
             instead = INSTEAD | others
+    said = fields
+    if path.endswith(READ_BY[0]):  # chats read either name
+        said = {"max_tokens": fields.get("max_completion_tokens")} | fields
     for name, value in fields.items():
         other = instead.get(name)
-        is_default = value in EMPTY or (name == "best_of" and value == 1)
+        asks = value not in EMPTY and value is not False and value != UNASKED.get(name)
         # Some clients send all names that any server has.
-        if other and not is_default and value != fields.get(other):
+        if other and asks and value != said.get(other):
             raise ValueError(f"{name} {shown(value)} is not read here: send {other}.")
-    for name, routes in ((FIELD, READ_BY), ("suffix", SUFFIX_READ_BY)):
-        if fields.get(name) is not None and not path.endswith(routes):
-            raise ValueError(f"{name} is not read here: send it to {routes[0]}.")
+    if fields.get(FIELD) is not None and not path.endswith(READ_BY):
+        raise ValueError(f"{FIELD} is not read here: send it to {READ_BY[0]}.")
+    if fields.get("suffix") not in EMPTY and not path.endswith(SUFFIX_READ_BY):
+        raise ValueError(f"suffix is not read here: send it to {SUFFIX_READ_BY[0]}.")
     arguments = at(fields, "vllm_xargs") or at(fields, "sampling_params", "extra_args")
     for name in arguments if isinstance(arguments, dict) else ():
         if name in BARE:
             raise ValueError(
                 f"{name} is not read in vllm_xargs: send {REQUEST_PREFIX}{name}."
             )
-    for name, said in ((FRAMES, "frames"), (TRACE, "trace")):
-        if value := at(arguments, name):
-            raise ValueError(
-                f'{name} {shown(value)} is for Python: send "{FIELD}": {{"{said}": true}} to '
-                f"{' or '.join(READ_BY[:2])}."
-            )
+    if value := at(arguments, FRAMES):
+        raise ValueError(
+            f'{FRAMES} {shown(value)} is for Python: send "{FIELD}": {{"frames": true}} to '
+            f"{' or '.join(READ_BY[:2])}."
+        )
     if at(arguments, EARLY_TEXT) and not fields.get("stream"):
         raise ValueError(f'{EARLY_TEXT} needs "stream": true.')
 

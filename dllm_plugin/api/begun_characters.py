@@ -64,7 +64,7 @@ class BegunCharacters:
         self, outputs: Sequence[Any], *args: Any, **options: Any
     ) -> Any:
         """Process outputs; a request whose grammar was refused raises a sentence."""
-        for output in outputs:
+        for output in outputs if self.grammars else ():
             if output.finish_reason is None:
                 continue
             why, state = output.stop_reason, self.request_states.get(output.request_id)

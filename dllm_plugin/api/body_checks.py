@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from http import HTTPStatus
-from itertools import chain
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -27,13 +26,13 @@ from dllm_plugin.config.request.checks import check_characters, leaves_of
 from dllm_plugin.config.request.structured_outputs import Verifier, at, check_grammars
 from dllm_plugin.config.validation import check_depth, did_you_mean, shown
 
-from .answers import FIELD, INSTEAD, OF_OTHERS, check_fields, refusal
+from .answers import LOOKED_FOR, check_fields, has_common, refusal
 from .begun_characters import refusing
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1
 OF_SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
-INVOCATIONS, RESPONSES = "/invocations", "/v1/responses"
+INVOCATIONS = "/invocations"
 OBJECTS = ("structured_outputs", "stream_options")
 LISTS = {"messages": "a list of at least one message", "tools": "a list"}
 # Of bodies whose messages may be null.
@@ -60,11 +59,9 @@ REFUSAL = "refusal"
 GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{'
 )
-MAX_TOKENS = "max_tokens"  # in most bodies, and wrong in those of responses
-OTHERS = {FIELD, "suffix", *INSTEAD, *chain(*OF_OTHERS.values())} - {MAX_TOKENS}
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
-    + f'|"(?:{"|".join(sorted(OTHERS))})"'.encode()
+    + f'|"(?:{"|".join(sorted(LOOKED_FOR))})"'.encode()
     + rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
     rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
@@ -92,7 +89,8 @@ class BodyChecks:
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
         try:
-            check_body(body, scope["path"])
+            is_ours = scope["app"].state.diffuplug is not None
+            check_body(body, scope["path"] if is_ours else "")
             if scope["path"] == INVOCATIONS:
                 check_invocation(body)
             if GRAMMARS.search(body):
@@ -266,7 +264,7 @@ def check_body(body: bytes, path: str) -> None:
     """Raise ValueError for a body that vLLM would answer with an internal error, or not read.
 
     Such a body is in UTF-16, is nested too deep, or has a field of a wrong type or of other
-    servers, half of a surrogate pair, or a number beyond 64 bits.
+    servers, half of a surrogate pair, or a number beyond 64 bits. No path: of another's model.
     """
     try:
         body.decode(errors="surrogatepass")
@@ -276,7 +274,7 @@ def check_body(body: bytes, path: str) -> None:
     if not is_utf8:
         raise ValueError("The body is no UTF-8, in which JSON is sent: encode it so.")
     check_depth(body)
-    if not SUSPECT.search(body) and not path.endswith(RESPONSES):
+    if not (SUSPECT.search(body) or has_common(body, path)):
         return
     try:
         fields = json.loads(body)

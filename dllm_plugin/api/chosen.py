@@ -116,12 +116,18 @@ async def _answered(
     try:
         reply, engine = await answer(one, raw_request, fields, gapped.given)
     except VLLMValidationError as error:
-        raise ValueError(str(error.args[0])) from error
+        raise ValueError(_of_gaps(str(error.args[0]))) from error
     if isinstance(reply, ErrorResponse):
+        reply.error.message = _of_gaps(reply.error.message)
         raise Refused(reply)
     for choice in reply["choices"] if isinstance(reply, dict) else ():
         check_ended(choice["finish_reason"])
     return reply, engine
+
+
+def _of_gaps(sentence: str) -> str:
+    """Return a sentence with what the body has in place of the template."""
+    return sentence.replace(TEMPLATE, "the gaps and what follows them")
 
 
 class _Attempt(NamedTuple):

@@ -102,7 +102,7 @@ def grammar_of(args: argparse.Namespace) -> dict[str, Any]:
         text, named = args.json_schema, "--json-schema"
         if not text.lstrip().startswith("{"):
             named += f" {text}"
-            if not os.path.isfile(text):  # long names raise no error
+            if not os.path.exists(text):  # pipes, too; long names raise no error
                 raise ValueError(f"{named} is neither a JSON object nor a file")
             text = text_of("--json-schema", text)
         try:

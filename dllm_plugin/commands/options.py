@@ -65,7 +65,6 @@ WITH_SEVERAL = (
     "--collect-detailed-traces",
     "--cpu-offload-params",
     "--cudagraph-capture-sizes",
-    "--hf-token",
     "--ignore-patterns",
     "--kv-cache-dtype-skip-layers",
     "--logits-processors",

@@ -332,7 +332,7 @@ def check_values(arguments: list[str]) -> None:
     for option in AMOUNTS:
         add_value(parser, option, "N", "", type=amount)
     for option in ("--port", "--host", "--uds", "--tokenizer", *FILES):
-        add_value(parser, option, "X", "")  # none of them has an empty value
+        add_value(parser, option, "X", "")  # none goes without a value
     parser.parse_known_args(arguments)
     if word := value_of(arguments, "--kv-cache-dtype"):
         check_word("--kv-cache-dtype", word)

@@ -63,6 +63,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "completions",
+        FIM | {"vllm_xargs": {"dllm_targets": [5]}},
+        "holds 1 tokens, but the gaps and what follows them has 12 positions to fill",
+    ),
+    (
+        "completions",
         CHOSEN | {"vllm_xargs": {"dllm_frames": 1}},
         "dllm_frames 1 is for Python: send ",
     ),

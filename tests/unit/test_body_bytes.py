@@ -16,6 +16,7 @@ def test_files_are_no_json() -> None:
     app = FastAPI()
     app.add_middleware(BodyChecks)
     app.state.args = Namespace(log_error_stack=False)
+    app.state.diffuplug = None
     init_exception_handler(app)
 
     @app.post("/")

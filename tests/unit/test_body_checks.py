@@ -165,6 +165,7 @@ def test_a_wrong_shape_is_one_sentence(body: Any, sentence: str) -> None:
     app = FastAPI()
     app.add_middleware(BodyChecks)
     app.state.args = Namespace(log_error_stack=False)
+    app.state.diffuplug = None
     init_exception_handler(app)
 
     @app.post("/")

@@ -47,11 +47,7 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
         {"vllm_xargs": {"dllm_frames": 1}},
         'Python: send "diffusion": {"frames": t',
     ),
-    (
-        MESSAGES,
-        {"vllm_xargs": {"dllm_trace": True}},
-        "dllm_trace True is for Python: s",
-    ),
+    (MESSAGES, {"output_format": {"a": 1}}, "is not read here: send output_config."),
     (CHAT, {"vllm_xargs": {"dllm_early_text": 1}}, 'early_text needs "stream": true.'),
     (
         "/inference/v1/generate",
@@ -67,6 +63,10 @@ READ: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"best_of": 1, "suffix": "a", "diffusion": {}, "max_tokens": 9}),
     (COMPLETIONS, {"best_of": 2, "n": 2, "functions": [], "function_call": None}),
     (FIM, {"random_seed": 3, "suffix": "a"}),
+    (CHAT, {"trace": False, "guided_json": False, "suffix": "", "n_predict": -1}),
+    (CHAT, {"max_completion_tokens": 9, "max_new_tokens": 9, "function_call": "none"}),
+    (CHAT, {"vllm_xargs": {"dllm_trace": 1}}),
+    ("", {"best_of": 3, "guided_json": {"a": 1}, "diffusion": {}, "suffix": "a"}),
     (CHAT, {"max_completion_tokens": 9, "vllm_xargs": {"dllm_frames": 0}}),
     (MESSAGES, {"vllm_xargs": {"dllm_early_text": 1}, "stream": True, "max_tokens": 9}),
 ]

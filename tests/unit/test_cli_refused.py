@@ -52,6 +52,7 @@ from dllm_plugin.commands import cli, doctor, models, options, phases
         (["generate", "x", "--json-schema", "a" * 999], "aaa is neither a JSON object"),
         (["generate", "x", "--json-schema", '{"a"'], "--json-schema: Expecting ':'"),
         (["generate", "x", "--json-schema", __file__], "--json-schema"),
+        (["generate", "x", "--json-schema", "/dev/null"], "/dev/null: Expecting value"),
         (["generate", "x", "--choice", ","], "--choice ',' holds no word"),
         (["generate", "x", "--regex", ""], "--regex is empty"),
         (["serve", "--canvas-length", "5000"], "longer than the context of 1024 tok"),

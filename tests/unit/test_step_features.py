@@ -212,8 +212,18 @@ def test_automata_warm_up_for_every_kind_of_rows(
     shift: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the model's type, those that steps keep, and copies; by the sampler's loop."""
-    monkeypatch.setattr(canvas_rows, "move_rows", lambda *values: None)  # a GPU's
+    moved: list[Any] = []
+    monkeypatch.setattr(canvas_rows, "move_rows", lambda *values: moved.append(values))
     loop, kinds = Loop(D2F, shift), list[tuple[torch.dtype, int]]()
+    parts = [loop.sampler.rows, loop.sampler.proposer, *loop.sampler.features.entries]
+    warmed: list[Any] = []
+    for part in parts:
+
+        def warm_up(*rows: Any, part: Any = part, given: Any = part.warm_up) -> None:
+            warmed.append(part)
+            given(*rows)
+
+        monkeypatch.setattr(part, "warm_up", warm_up)
     automata, carry_NV = loop.sampler.features[Automata], loop.sampler.rows.carry_NV
     score_rows = automata.score_rows
 
@@ -226,5 +236,6 @@ def test_automata_warm_up_for_every_kind_of_rows(
     loop.sampler._launch_examples(logits_TV)
     kept = [] if carry_NV is None else [(carry_NV.dtype, len(carry_NV))]
     every = [(torch.bfloat16, 2), *kept, (torch.float32, 1)]
-    assert len(kept) == shift
+    assert warmed == parts
+    assert len(kept) == len(moved) == shift
     assert kinds == [kind for kind in every for biased in (False, True)]

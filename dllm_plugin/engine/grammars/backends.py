@@ -126,7 +126,7 @@ def _without_all_of(written: dict[str, Any], root: Any) -> Any:
     for branch in branches if isinstance(branches, list) else []:
         found = schemas.resolved(branch, root)
         if found is not branch and "allOf" in found:
-            raise Unreadable("allOf after a reference within allOf")
+            raise Unreadable("allOf that a reference within allOf names")
         written = _merged(written, found)
     return written
 
