@@ -13,8 +13,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from dllm_plugin.config.adaptive import check_adaptive
 from dllm_plugin.config.options import Options, check_active, check_block
 from dllm_plugin.config.request.arguments import refuse_names
@@ -117,7 +115,10 @@ def usable_memory() -> float:
 
     if torch.cuda.is_available():
         return MEMORY_SHARE * torch.cuda.mem_get_info()[1] / 1e9
-    return MEMORY_SHARE * psutil.virtual_memory().total / 1e9
+    from vllm.utils.cpu_resource_utils import get_memory_node_info
+
+    # Of one NUMA node, and within a container's limit.
+    return MEMORY_SHARE * get_memory_node_info().total_memory / 1e9
 
 
 def check_model(model: str) -> None:

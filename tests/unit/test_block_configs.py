@@ -11,8 +11,9 @@ from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.request.parsing import arguments_of
 from dllm_plugin.config.resolution import resolve
-from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, SDAR
+from dllm_plugin.decoding.families import FAMILIES, FAST_DLLM, LLADA, LLADA2, RND1, SDAR
 from dllm_plugin.engine.admission import request_rules
+from dllm_plugin.models.checkpoints import trained_for
 from dllm_plugin.models.checkpoints.trained_for import (
     find_mask_token,
     find_turn_ends,
@@ -169,6 +170,19 @@ def test_mask_and_ends(name, mask, found_in, ends, checkpoints, vllm_config_for)
 def test_mask_tokens_that_are_no_numbers_are_refused(given):
     with pytest.raises(ValueError, match=f"mask_token_id {given!r} .* whole number"):
         find_mask_token(served("weights", mask_token_id=given), SDAR)
+
+
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        (RND1, "tokenizers of RND1 do not say which it is; add"),
+        (SDAR, r"the tokenizer has none of <\|MASK\|>, <MASK>; add"),
+    ],
+)
+def test_missing_mask_tokens_are_refused(family, sentence, monkeypatch):
+    monkeypatch.setattr(trained_for, "tokenizer_ids", lambda model_config: {})
+    with pytest.raises(ValueError, match=f"no mask_token_id and {sentence}"):
+        find_mask_token(served("weights"), family)
 
 
 def served(model: str, **config):

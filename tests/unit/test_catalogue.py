@@ -10,6 +10,7 @@ from documented import ROOT
 from safetensors import safe_open
 from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from dllm_plugin.commands import cli, doctor, models
@@ -119,6 +120,13 @@ def test_what_fits() -> None:
         "INT4",
         "no",
     ]
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="the memory of a GPU")
+def test_the_list_takes_the_memory_that_vllm_takes() -> None:
+    """That of a NUMA node within a container's limit, not that of the machine."""
+    wanted = models.MEMORY_SHARE * current_platform.get_device_total_memory() / 1e9
+    assert models.usable_memory() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

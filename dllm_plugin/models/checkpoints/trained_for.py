@@ -113,10 +113,12 @@ def find_mask_token(model_config: "ModelConfig", family: Family) -> tuple[int, s
     for text in family.mask_tokens:
         if text in vocabulary:
             return int(vocabulary[text]), f"tokenizer token {text!r}"
+    elsewhere = f"tokenizers of {family.title} do not say which it is"
+    if family.mask_tokens:
+        elsewhere = f"the tokenizer has none of {', '.join(family.mask_tokens)}"
     raise ValueError(
-        "No mask token: config.json has no mask_token_id and the tokenizer has none of "
-        f"{', '.join(family.mask_tokens)}; add mask_token_id to config.json or pass "
-        "hf_overrides={'mask_token_id': ...}."
+        f"No mask token: config.json has no mask_token_id and {elsewhere}; add mask_token_id to "
+        "config.json or pass hf_overrides={'mask_token_id': ...}."
     )
 
 
