@@ -33,9 +33,9 @@ from dllm_plugin.sampling.rows import VocabShard
 from dllm_plugin.sampling.step import (
     BACKEND,
     COMPILED_AT_MOST,
+    Compiled,
     Emitted,
     Step,
-    compiled,
 )
 from dllm_plugin.state.canvas_states import CanvasStates, count_canvases
 
@@ -232,11 +232,13 @@ class DiffusionSampler:
 
     def compile(self, backend: str = BACKEND) -> None:
         """Compile the steps without active features."""
-        self.rows.begin = compiled(self.rows.begin_step, backend)
+        begin = Compiled(self.rows.begin_step, self.states, backend)
+        self.rows.begin = begin
         self.states.apply_staged_writes()
         self.features.apply_staged_writes()
         with torch._dynamo.config.patch(recompile_limit=COMPILED_AT_MOST):
             self.decider.compile(backend, self.rows.example)
+        begin.forget()
 
     def _launch_examples(self, logits: Tensor) -> None:
         """Launch the kernels in all forms, so that no request waits until they are compiled."""

@@ -163,7 +163,7 @@ class CanvasRows(LogitsRows):
             self._update = CarryUpdate(logits_TV, last_row_R, slots_R, commits_R)
         step = Step(slots_R, *planned, batch.seq_lens[:canvases], None)
         step.last_row_R = last_row_R if self.reads_last_row else None
-        step.index_R = torch.arange(canvases, device=self.states.device)
+        step.index_R = self.states.number_X[:canvases]
         step.index_np = np.arange(canvases)
         step.slots_np = batch.idx_mapping_np[:canvases]
         step.before_np = batch.num_computed_tokens_np[:canvases]
@@ -283,7 +283,7 @@ class CanvasRows(LogitsRows):
             assert drafts is not None
             owner_np = np.repeat(owner_R, drafts[:count])
         computed = RowChunk(
-            torch.arange(num_rows, device=device),
+            self.states.number_X[:num_rows],
             logits_TV,
             slot_T,
             offset_T,
@@ -293,7 +293,7 @@ class CanvasRows(LogitsRows):
         chunks = [computed]
         if self.carry_NV is not None:
             carry = RowChunk(
-                torch.arange(num_rows, num_rows + count, device=device),
+                self.states.number_X[num_rows : num_rows + count],
                 self.carry_NV,
                 slots_R,
                 torch.zeros_like(slots_R, dtype=torch.int32),

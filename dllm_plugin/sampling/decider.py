@@ -29,11 +29,11 @@ from .features.token_rules import TokenRules
 from .step import (
     WARMUP_REQUESTS,
     WARMUP_ROWS,
+    Compiled,
     Emitted,
     Step,
     StepTensors,
     allow_any_length,
-    compiled,
 )
 
 # Separate the random numbers of a request by their use: xor-ed into its seed. Tokens use the seed
@@ -122,7 +122,7 @@ class Decider:
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
         """Compile the usual policies for any number of requests, on steps `example` makes."""
-        self.decide = compiled(self.decide_plain, backend)
+        decide = self.decide = Compiled(self.decide_plain, self.states, backend)
         config = self.states.config
         policies = StepPolicies((config.policy,), bool(config.defaults.alg_temp))
         policies = self.compiled_for = policies.with_usual(self.policy_rules)
@@ -136,7 +136,8 @@ class Decider:
                 columns.append(torch.zeros(WARMUP_ROWS, dtype=dtype, device=device))
             stats = RowStats(*columns)
             allow_any_length(tensors, stats)
-            self.decide(tensors, stats, policies)
+            decide(tensors, stats, policies)
+        decide.forget()
 
     def decide_plain(
         self, tensors: StepTensors, stats: RowStats, policies: StepPolicies

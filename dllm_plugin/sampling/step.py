@@ -14,11 +14,13 @@ Shape letters as in :mod:`dllm_plugin.decoding.plan`; K columns of log-probabili
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.decoding.plan import Canvas, Proposal, StepOutcome, StepPlan
@@ -30,6 +32,8 @@ BACKEND = "inductor"
 # Numbers of a few requests share too little memory for torch to put them into one kernel, which it
 # would for one request least of all; there the launches of kernels take longer than the kernels.
 FUSED = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
+# Sizes are compared when code is found, see `Compiled`; not again in each step.
+FUSED["size_asserts"] = False
 # Compiled code is specialised for a length of one; other lengths share the code of the second.
 WARMUP_REQUESTS = (1, 3)
 # No length of a warm-up tensor may equal another length by chance: torch would take both for one.
@@ -37,6 +41,8 @@ WARMUP_ROWS = 11
 # What torch may compile of one function in a process: twice for each engine that differs from all
 # before it. Its default of eight would refuse the fifth.
 COMPILED_AT_MOST = 256
+# Lengths for which `Compiled` keeps what it found.
+FOUND_AT_MOST = 4096
 
 
 class Planned(NamedTuple):
@@ -236,10 +242,59 @@ class LogitsRows:
         """Record how many masks the step has left in each block."""
 
 
-def compiled(function: Callable[..., Any], backend: str = BACKEND) -> Any:
-    """Return the function as one graph; what cannot be a graph raises when it is first called."""
-    options: dict[str, Any] | None = FUSED if backend == BACKEND else None
-    return torch.compile(function, fullgraph=True, backend=backend, options=options)
+class Compiled:
+    """Call a method as one graph; what cannot be a graph raises when it is first called.
+
+    In every call torch compares all that its code was compiled for, which takes the host longer
+    than the code itself. In an engine only the lengths of a step's tensors and the context change,
+    so torch compares once for each lengths. After that the code that it found is called directly.
+
+    compared  torch's own call
+    found     this code, by the context and the length of each argument
+    """
+
+    def __init__(
+        self, method: Any, states: CanvasStates, backend: str = BACKEND
+    ) -> None:
+        options: dict[str, Any] | None = FUSED if backend == BACKEND else None
+        self.compared = torch.compile(
+            method, fullgraph=True, backend=backend, options=options
+        )
+        self.method = method
+        self.states = states
+        self.found: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the method returns; a tuple's first entry tells the length of the others."""
+        lengths = [self.states.max_model_len]
+        for argument in arguments:
+            first = argument if isinstance(argument, Tensor) else argument[0]
+            lengths.append(len(first))
+        key = tuple(lengths)
+        found = self.found.get(key)
+        if found is not None:
+            return found(*arguments)
+        result = self.compared(*arguments)
+        if len(self.found) >= FOUND_AT_MOST:
+            self.found.clear()
+        self.found[key] = self._find(arguments)
+        return result
+
+    def forget(self) -> None:
+        """Let torch compare again: what was found for made-up steps may not serve true ones."""
+        self.found.clear()
+
+    def _find(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the compiled code that serves the arguments; torch's own call if none is left."""
+        function, owner = self.method.__func__, self.method.__self__
+        code = function.__code__
+        names = code.co_varnames[: code.co_argcount]
+        values = dict(zip(names, (owner, *arguments), strict=True))
+        for entry in _debug_get_cache_entry_list(code):
+            if entry.guard_manager.check(values):
+                serves = FunctionType(entry.code, function.__globals__)
+                return MethodType(serves, owner)
+        return self.compared
 
 
 def allow_any_length(*values: Any) -> None:

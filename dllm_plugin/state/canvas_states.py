@@ -59,7 +59,7 @@ class CanvasStates:
     post_step_N      int32, steps that the first block has had without masks and not committed
     cached_N         bool, every position of the first block has KV of this block's steps
     counter_N        `step_N`, or `block_step_N` if a preempted block is decoded again
-    number_X         int64, the numbers from 0, as many as all canvases have positions
+    number_X         int64, the numbers from 0, as many as all rows: positions and carry rows
     position_C       int64, the canvas positions, for code that is not compiled
     """
 
@@ -72,7 +72,7 @@ class CanvasStates:
         self.model_config = model_config
         num_slots, self.num_positions = draft_tokens_NC.shape
         self.mask_id = config.mask_token_id
-        count = draft_tokens_NC.numel()
+        count = draft_tokens_NC.numel() + num_slots
         self.number_X = torch.arange(count, device=self.device)
         self.position_C = self.number_X[: self.num_positions]
         zeros = self.zeros

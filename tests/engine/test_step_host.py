@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dllm_plugin.engine.scheduling import refresh_scheduler
 from dllm_plugin.sampling import masked_rows
-from dllm_plugin.sampling.step import WARMUP_REQUESTS, compiled
+from dllm_plugin.sampling.step import WARMUP_REQUESTS, Compiled
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,7 @@ def test_one_request_is_planned_by_few_kernels(dllm: dict[str, Any]) -> None:
     rows = loop.sampler.rows
     loop.states.apply_staged_writes()
     with fresh_compiler(), torch.inference_mode(), _without_caches():
-        rows.begin = compiled(rows.begin_step)
+        rows.begin = Compiled(rows.begin_step, loop.states)
         for count in WARMUP_REQUESTS:
             metrics.reset()
             rows.example(count)
