@@ -161,7 +161,8 @@ class Bench:
         self.states = CanvasStates(config, model_config, req_states.draft_tokens)
         self.sampling = SamplingStates(most_requests, self.vocab)
         owner = SimpleNamespace(req_states=req_states, sampling_states=self.sampling)
-        size = StepSize(most_rows, most_requests, canvas, self.vocab, self.vocab, 2, 20)
+        rows, vocab = (most_rows, config.rows_at_once), self.vocab
+        size = StepSize(*rows, most_requests, canvas, vocab, vocab, 2, 20)
         self.sampler = DiffusionSampler(owner, self.states, model_config, size)
         start = time.perf_counter()
         if compiles:

@@ -7,7 +7,7 @@ the block-causal mask, so a wrong border, a stale carry or a late commit changes
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm_plugin.config.decode import DecodeConfig
+from dllm_plugin.config.decode import CHUNK_ROWS, DecodeConfig
 from dllm_plugin.config.memory import StepSize
 from dllm_plugin.config.options import Options
 from dllm_plugin.config.resolution import resolve
@@ -105,11 +105,13 @@ class Loop:
         max_model_len: int = 64,
         shard: VocabShard | None = None,
         config: DecodeConfig | None = None,
+        rows_at_once: int = CHUNK_ROWS,
     ) -> None:
         options = Options.from_user(dllm)
-        self.config = config or resolve(
+        config = config or resolve(
             options, ARCHITECTURE[shift], max_model_len, self.mask
         )
+        self.config = replace(config, rows_at_once=rows_at_once)
         self.shift, self.canvas_length, self.shard = (
             shift,
             self.config.canvas_length,
@@ -134,7 +136,8 @@ class Loop:
             sampling_states=SamplingStates(slots, self.vocab),
         )
         vocab = self.vocab
-        size = StepSize(4096, slots, self.canvas_length, vocab, vocab, 4, vocab)
+        chunk = self.config.rows_at_once
+        size = StepSize(4096, chunk, slots, self.canvas_length, vocab, vocab, 4, vocab)
         self.sampler = DiffusionSampler(
             owner, self.states, self.model_config, size, shard=self.shard
         )

@@ -19,7 +19,7 @@ from dllm_plugin.config.cuda_graphs import (
     refresh_lengths,
 )
 from dllm_plugin.config.decode import DecodeConfig, get_decode_config
-from dllm_plugin.config.memory import reserved_bytes, step_size
+from dllm_plugin.config.memory import reserved_bytes, step_size, usable_bytes
 from dllm_plugin.config.options import REQUEST_FIELDS, does_nothing
 from dllm_plugin.config.request.exclusions import OF_SEVERAL_BLOCKS
 from dllm_plugin.config.request.parsing import request_arguments
@@ -30,6 +30,7 @@ from dllm_plugin.models import ARCHITECTURES
 from dllm_plugin.models.checkpoints.sizes import (
     EIGHT_BITS,
     GRAPHS,
+    LIBRARIES,
     kv_item_bytes,
     layer_bytes,
     sizes_of,
@@ -182,6 +183,7 @@ class Memory(NamedTuple):
     step: float  # logits, their copies, and the tables of features
     forward: float
     graphs: float
+    libraries: float
     request: float  # keys and values of one request of the longest context
 
 
@@ -207,6 +209,7 @@ def memory_of(vllm_config: VllmConfig, config: DecodeConfig) -> Memory:
         step=reserved_bytes(step_size(vllm_config, config)),
         forward=positions * sizes.activations * dtype.itemsize,
         graphs=0 if _graphs(vllm_config) == "none" else GRAPHS,
+        libraries=0 if current_platform.is_cpu() else LIBRARIES,
         request=model.max_model_len * sizes.kv_values * share * kept,
     )
 
@@ -215,14 +218,14 @@ def _report_memory(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Print whether the model fits, from its configuration, and what to change if not."""
     memory = memory_of(vllm_config, config)
     model = vllm_config.model_config
-    share = vllm_config.cache_config.gpu_memory_utilization
-    usable = share * current_platform.get_device_total_memory()
+    usable = usable_bytes(vllm_config)
     weights, request = memory.weights, memory.request
-    room = usable - (weights + memory.step + memory.forward + memory.graphs)
+    fixed = memory.graphs + memory.libraries
+    room = usable - (weights + memory.step + memory.forward + fixed)
     _line(
         "memory",
         f"weights {_gigabytes(weights)}, a step {_gigabytes(memory.step)}, a forward "
-        f"{_gigabytes(memory.forward)}, graphs {_gigabytes(memory.graphs)}, a request of "
+        f"{_gigabytes(memory.forward)}, graphs and libraries {_gigabytes(fixed)}, a request of "
         f"{model.max_model_len} tokens {_gigabytes(request)}, of {_gigabytes(usable)}",
     )
     positions = int(room / request * model.max_model_len)

@@ -18,6 +18,7 @@ from dllm_plugin.decoding.full_attention import limit
 from dllm_plugin.decoding.widths import allowed, widths_between, widths_worth
 
 from .decode import DecodeConfig
+from .memory import is_small_card
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -29,6 +30,7 @@ OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)
 # Sizes of graphs if steps have any size: vLLM's defaults, and some larger ones. Larger steps take
 # the device longer than the host.
 ANY_SIZE = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(576, 1025, 64))
+SMALL_CARD_SIZE = 256  # at most, on a GPU of which vLLM may use little memory
 # Most requests in a full graph of refreshes, or of forwards to the end of the canvas: more requests
 # are seldom equally far from it.
 FEW_REQUESTS = 2
@@ -340,8 +342,11 @@ def set_capture_sizes(vllm_config: VllmConfig, config: DecodeConfig) -> bool:
         return False
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return False
-    limits = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    compilation.cudagraph_capture_sizes = capture_sizes(config, *limits)
+    tokens = scheduler.max_num_batched_tokens
+    if config.method.scheduler != "canvas" and is_small_card(vllm_config):
+        tokens = min(tokens, SMALL_CARD_SIZE)
+    sizes = capture_sizes(config, scheduler.max_num_seqs, tokens)
+    compilation.cudagraph_capture_sizes = sizes
     return True
 
 

@@ -18,6 +18,7 @@ from dllm_plugin.decoding.widths import doubled
 
 from .request.arguments import RequestArguments, Template
 
+CHUNK_ROWS = 256  # rows at most of which float32 copies are made at once
 TOKENIZER_MODE = "dllm"  # vLLM's tokenizer of Hugging Face with our renderer
 
 
@@ -36,6 +37,7 @@ class DecodeConfig:
     no_grammars     why requests with a grammar are refused; empty: they are not
     no_traces       why requests with a trace are refused; empty: they are not
     stages          of the pipeline among which the layers are divided
+    rows_at_once    logits rows of which float32 copies are made at once
     """
 
     architecture: str
@@ -65,6 +67,7 @@ class DecodeConfig:
     no_grammars: str = ""
     no_traces: str = ""
     stages: int = 1
+    rows_at_once: int = CHUNK_ROWS
 
     @cached_property
     def family(self) -> Family:

@@ -11,6 +11,7 @@ from vllm.utils.math_utils import cdiv
 
 from .cuda_graphs import WORKER, can_capture
 from .decode import DecodeConfig
+from .memory import chunk_rows, usable_bytes
 from .options import Options
 
 logger = init_logger("vllm.dllm_plugin")
@@ -26,6 +27,10 @@ def resolve_for_machine(
 ) -> DecodeConfig:
     """Resolve options by the machine. Raises ValueError for an option without effect there."""
     replace = dataclasses.replace
+    if not current_platform.is_cpu():
+        columns = vllm_config.model_config.get_vocab_size()
+        rows = chunk_rows(columns, usable_bytes(vllm_config))
+        config = replace(config, rows_at_once=rows)
     eager = current_platform.is_cpu() or vllm_config.model_config.enforce_eager
     problem = next(uncompiled(config, eager), None)
     if options.compile_step and problem:

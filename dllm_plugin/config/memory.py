@@ -1,20 +1,19 @@
 """Compute the memory of a step, which the engine reserves and `doctor` prints."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from .decode import DecodeConfig
-from .request.checks import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+from .decode import CHUNK_ROWS, DecodeConfig
+from .request.arguments import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
 
-CHUNK_ROWS = 256  # rows at most of which float32 copies are made at once
 CHUNK_STEP = 32  # between numbers of rows
 CHUNK_COPIES = 8
-CHUNK_SHARE = 0.03  # of a GPU's memory that copies take at most
+CHUNK_SHARE = 0.03  # of the memory that vLLM may use: what copies take at most
+SMALL_CARD = 13 << 30  # bytes that vLLM may use; by default it may use more of 16 GiB
 ALIGNED_AT_ONCE = 1 << 22  # comparisons with bad words, of a byte each
 ALIGNED_TENSORS = 8  # as large as these, while words are aligned
 COUNTED_AT_ONCE = 1 << 18  # tokens of texts that penalties count at once
@@ -29,6 +28,7 @@ class StepSize:
 
     Attributes:
         rows: logits rows.
+        chunk: rows of which float32 copies are made at once.
         slots: requests at most, each with a row in the tables of biases.
         positions: positions of a canvas.
         vocab: columns of whole rows.
@@ -38,6 +38,7 @@ class StepSize:
     """
 
     rows: int
+    chunk: int
     slots: int
     positions: int
     vocab: int
@@ -61,8 +62,10 @@ def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     if config.vocab_parallel:
         padded = -(-vocab // PADDED_TO) * PADDED_TO
         shard = padded // vllm_config.parallel_config.tensor_parallel_size
+    rows = min(slots * config.canvas_length, scheduler.max_num_batched_tokens)
     return StepSize(
-        rows=min(slots * config.canvas_length, scheduler.max_num_batched_tokens),
+        rows=rows,
+        chunk=min(rows, config.rows_at_once),
         slots=slots,
         positions=config.canvas_length,
         vocab=vocab,
@@ -72,19 +75,27 @@ def step_size(vllm_config: VllmConfig, config: DecodeConfig) -> StepSize:
     )
 
 
-@cache
-def rows_at_once(most: int, columns: int) -> int:
-    """Return the rows of so many columns of which copies are made at once, `most` on CPUs."""
+def usable_bytes(vllm_config: VllmConfig) -> int:
+    """Return the bytes of the device that vLLM may use, which ignores the share beside others."""
+    total = current_platform.get_device_total_memory()
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return total
+    return int(cache.gpu_memory_utilization * total)
+
+
+def is_small_card(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine runs on a GPU of which vLLM may use little memory."""
     if current_platform.is_cpu():
-        return most
-    return chunk_rows(most, columns, current_platform.get_device_total_memory())
+        return False
+    return usable_bytes(vllm_config) < SMALL_CARD
 
 
-def chunk_rows(most: int, columns: int, device_bytes: int) -> int:
-    """Return the rows whose float32 copies fit their share of a device's memory."""
+def chunk_rows(columns: int, usable: int) -> int:
+    """Return the rows whose float32 copies fit their share of the bytes that vLLM may use."""
     row = CHUNK_COPIES * columns * torch.float32.itemsize
-    fitting = round(CHUNK_SHARE * device_bytes / row / CHUNK_STEP) * CHUNK_STEP
-    return min(most, max(CHUNK_STEP, fitting))
+    fitting = round(CHUNK_SHARE * usable / row / CHUNK_STEP) * CHUNK_STEP
+    return min(CHUNK_ROWS, max(CHUNK_STEP, fitting))
 
 
 def reserved_bytes(size: StepSize) -> int:
@@ -96,14 +107,13 @@ def reserved_bytes(size: StepSize) -> int:
 def _sampling_bytes(size: StepSize) -> int:
     """Return the bytes of logits and of their copies.
 
-    Float32 copies have CHUNK_ROWS rows at most: the copy, the tempered and filtered copy, and
-    what top-p sorts (values, int64 indices, probabilities, mask and result).
+    Float32 copies are the copy, the tempered and filtered copy, and what top-p sorts (values, int64
+    indices, probabilities, mask and result).
     """
-    chunk = min(size.rows, rows_at_once(CHUNK_ROWS, size.shard))
-    copies = CHUNK_COPIES * chunk * size.vocab * 4
+    copies = CHUNK_COPIES * size.chunk * size.vocab * 4
     gathered = 0
     if size.shard < size.vocab:
-        gathered = chunk * size.vocab * size.logit_bytes
+        gathered = size.chunk * size.vocab * size.logit_bytes
     biases = (size.slots + 1) * size.vocab * 4
     return size.rows * size.shard * size.logit_bytes + copies + gathered + biases
 

@@ -10,14 +10,14 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .decode import TOKENIZER_MODE, DecodeConfig
+from .memory import is_small_card, usable_bytes
 from .request.structured_outputs import is_ours
 
 logger = init_logger("vllm.dllm_plugin")
 
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
-SMALL_CARD = 15 << 30  # bytes of a GPU; a 16 GiB GPU reports fewer than its name
-SMALL_CARD_REQUESTS = 16
+SMALL_CARD_REQUESTS, SMALL_CARD_TOKENS = 16, 2048  # of a step
 PAGE = 32  # tokens; CPU attention needs 32, GPUs a multiple of their default of 16
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
@@ -164,32 +164,31 @@ def set_scheduler(vllm_config: VllmConfig, config: DecodeConfig) -> None:
 
 
 def _fit_small_card(vllm_config: VllmConfig) -> None:
-    """Lower a default max_num_seqs on a GPU of little memory, of which rows take their share."""
-    if current_platform.is_cpu():
-        return
-    scheduler = vllm_config.scheduler_config
-    parallel = vllm_config.parallel_config
-    _, defaults = EngineArgs.get_batch_defaults(parallel.world_size)
-    device_bytes = current_platform.get_device_total_memory()
-    most = most_requests(scheduler.max_num_seqs, set(defaults.values()), device_bytes)
-    if most != scheduler.max_num_seqs:
-        logger.info(
-            "max_num_seqs lowered from %d to %d: rows and tables of more requests would take the "
-            "memory of keys on a GPU of %.0f GiB.",
-            scheduler.max_num_seqs,
-            most,
-            device_bytes / 2**30,
-        )
-        scheduler.max_num_seqs = most
-
-
-def most_requests(chosen: int, defaults: set[int], device_bytes: int) -> int:
-    """Return the requests at once, fewer than a default on a small GPU.
+    """Lower default limits of a step if vLLM may use little memory, of which rows take a share.
 
     A user's value that equals a default counts as a default.
     """
-    small = device_bytes < SMALL_CARD and is_default(chosen, defaults)
-    return min(chosen, SMALL_CARD_REQUESTS) if small else chosen
+    if not is_small_card(vllm_config):
+        return
+    scheduler = vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
+    tokens, requests = EngineArgs.get_batch_defaults(parallel.world_size)
+    limits = {
+        "max_num_seqs": (requests, SMALL_CARD_REQUESTS),
+        "max_num_batched_tokens": (tokens, SMALL_CARD_TOKENS),
+    }
+    for name, (defaults, most) in limits.items():
+        chosen = getattr(scheduler, name)
+        if chosen > most and is_default(chosen, set(defaults.values())):
+            logger.info(
+                "%s lowered from %d to %d: larger steps would take the memory of keys, of the "
+                "%.1f GiB that vLLM may use.",
+                name,
+                chosen,
+                most,
+                usable_bytes(vllm_config) / 2**30,
+            )
+            setattr(scheduler, name, most)
 
 
 def _raise_budget(vllm_config: VllmConfig, needed: int, reason: str) -> None:

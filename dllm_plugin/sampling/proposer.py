@@ -109,7 +109,7 @@ class Proposer:
                 read = self._from_copies if is_copied else self._from_logits
                 pieces = [taken]
                 if is_copied or self._is_cut(chunk):
-                    pieces = list(split_rows(taken))
+                    pieces = list(split_rows(taken, self.states.config.rows_at_once))
                 for piece in pieces:
                     stats.append(read(piece, wanted))
                     rows.append(piece.rows_T)

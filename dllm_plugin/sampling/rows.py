@@ -19,7 +19,6 @@ from vllm.distributed import (
 )
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.kernels.confidence.reference import Columns
 
 
@@ -58,9 +57,8 @@ def scatter_rows(
     return scattered.index_copy_(0, index_T, values_T)
 
 
-def split_rows(chunk: RowChunk) -> Iterator[RowChunk]:
-    """Cut a chunk into chunks of at most CHUNK_ROWS rows; no rows make one empty chunk."""
-    most = rows_at_once(CHUNK_ROWS, chunk.logits_XV.shape[1])
+def split_rows(chunk: RowChunk, most: int) -> Iterator[RowChunk]:
+    """Cut a chunk into chunks of at most `most` rows; no rows make one empty chunk."""
     for low in range(0, max(len(chunk.rows_T), 1), most):
         cut = slice(low, low + most)
         if chunk.source_T is None:

@@ -212,6 +212,9 @@ def test_the_log_says_how_many(
         monkeypatch.setattr(
             f"dllm_plugin.config.cuda_graphs.{name}", lambda *_, a=answer: a
         )
+    memory = "dllm_plugin.config.memory.current_platform.get_device_total_memory"
+    monkeypatch.setattr(memory, lambda: 80 << 30)
+    config.cache_config.gpu_memory_utilization = 0.9
     config.parallel_config.worker_cls, compilation = "auto", config.compilation_config
     compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = BOTH, None
     compilation.max_cudagraph_capture_size = None

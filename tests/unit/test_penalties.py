@@ -26,7 +26,6 @@ from dllm_plugin.config.memory import penalty_bytes, reserved_bytes
 from dllm_plugin.reference.loops import decode
 from dllm_plugin.reference.rules import Rules
 from dllm_plugin.reference.text import Text
-from dllm_plugin.sampling import rows
 from dllm_plugin.sampling.features import penalties
 from dllm_plugin.sampling.features.penalties import Penalties
 
@@ -71,9 +70,8 @@ def test_the_formulas(
     dllm: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every row that is read, against a loop; rows of others stay as they are."""
-    monkeypatch.setattr(rows, "CHUNK_ROWS", chunk)
     monkeypatch.setattr(penalties, "COUNTED_AT_ONCE", chunk)
-    loop, seen = Loop(dllm), 0
+    loop, seen = Loop(dllm, rows_at_once=chunk), 0
     wishes = [*CASES, {}, {"logprobs": 1}, {"temperature": 0.8, "top_p": 0.9}]
     runs = {run.slot: run for run in start(loop, wishes)}
     feature = loop.sampler.features[Penalties]

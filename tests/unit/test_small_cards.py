@@ -1,16 +1,25 @@
 """Test what an engine reserves on GPUs of little memory."""
 
+from pathlib import Path
+
 import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
-from dllm_plugin.config.memory import CHUNK_ROWS, chunk_rows
-from dllm_plugin.config.scheduling import most_requests
+from dllm_plugin.config.cuda_graphs import set_capture_sizes
+from dllm_plugin.config.decode import get_decode_config
+from dllm_plugin.config.memory import chunk_rows, is_small_card, usable_bytes
+from dllm_plugin.config.scheduling import set_scheduler
+from dllm_plugin.models import register_configs
 
+CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
 GIB = 1 << 30
 LLADA = 126464  # columns
 
 
 @pytest.mark.parametrize(
-    ("device", "columns", "rows"),
+    ("usable", "columns", "rows"),
     [
         (80 * GIB, LLADA, 256),
         (24 * GIB, LLADA, 192),
@@ -20,27 +29,79 @@ LLADA = 126464  # columns
         (GIB, LLADA, 32),
     ],
 )
-def test_copies_of_rows_take_a_share_of_the_device(
-    device: int, columns: int, rows: int
+def test_copies_of_rows_take_a_share_of_the_memory(
+    usable: int, columns: int, rows: int
 ) -> None:
-    assert chunk_rows(CHUNK_ROWS, columns, device) == rows
+    assert chunk_rows(columns, usable) == rows
     if rows > 32:
-        assert 8 * rows * columns * 4 < 0.035 * device
+        assert 8 * rows * columns * 4 < 0.035 * usable
+
+
+def engine_on(
+    monkeypatch: pytest.MonkeyPatch, gib: float, share: float, **limits: int
+) -> VllmConfig:
+    """Configure an engine, and from then on pretend that the device is a GPU of `gib`."""
+    register_configs()
+    options = EngineArgs(str(CHECKPOINTS / "tiny-llada"), max_model_len=256)
+    vllm_config = options.create_engine_config()
+    vllm_config.cache_config.gpu_memory_utilization = share
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    size = int(gib * GIB)
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: size)
+    tokens, requests = EngineArgs.get_batch_defaults(1)
+    given = {
+        "max_num_seqs": max(requests.values()),
+        "max_num_batched_tokens": max(tokens.values()),
+    } | limits
+    for name, value in given.items():
+        setattr(vllm_config.scheduler_config, name, value)
+    return vllm_config
 
 
 @pytest.mark.parametrize(
-    ("chosen", "device", "most"),
+    ("gib", "share", "small"),
     [
-        (256, 80 * GIB, 256),
-        (256, 16 * GIB - 400 * 2**20, 256),
-        (256, 12 * GIB, 16),
-        (1024, 8 * GIB, 16),
-        (512, 8 * GIB, 16),
-        (8, 8 * GIB, 8),
-        (40, 8 * GIB, 40),
+        (80, 0.92, False),
+        (15.6, 0.92, False),
+        (12, 0.92, True),
+        (139.8, 8 / 139.8, True),
+        (24, 0.4, True),
     ],
 )
-def test_a_small_gpu_serves_few_requests_unless_asked(
-    chosen: int, device: int, most: int
+def test_what_vllm_may_use_decides_whether_a_card_is_small(
+    monkeypatch: pytest.MonkeyPatch, gib: float, share: float, small: bool
 ) -> None:
-    assert most_requests(chosen, {256, 1024}, device) == most
+    vllm_config = engine_on(monkeypatch, gib, share)
+    assert is_small_card(vllm_config) == small
+    set_scheduler(vllm_config, get_decode_config(vllm_config))
+    scheduler = vllm_config.scheduler_config
+    compilation = vllm_config.compilation_config
+    compilation.cudagraph_capture_sizes = compilation.max_cudagraph_capture_size = None
+    compilation.cudagraph_mode = None
+    assert set_capture_sizes(vllm_config, get_decode_config(vllm_config))
+    largest = max(compilation.cudagraph_capture_sizes or [])
+    if small:
+        assert scheduler.max_num_seqs == 16
+        assert scheduler.max_num_batched_tokens == 2048
+        assert largest == 256
+    else:
+        assert scheduler.max_num_seqs >= 256
+        assert scheduler.max_num_batched_tokens >= 8192
+        assert largest == 1024
+
+
+def test_limits_that_are_no_defaults_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"max_num_seqs": 40, "max_num_batched_tokens": 3000}
+    vllm_config = engine_on(monkeypatch, 8, 0.92, **limits)
+    set_scheduler(vllm_config, get_decode_config(vllm_config))
+    for name, value in limits.items():
+        assert getattr(vllm_config.scheduler_config, name) == value
+
+
+def test_a_given_number_of_bytes_leaves_the_share_without_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm_config = engine_on(monkeypatch, 80, 0.05)
+    assert usable_bytes(vllm_config) == int(0.05 * 80 * GIB)
+    vllm_config.cache_config.kv_cache_memory_bytes = GIB
+    assert usable_bytes(vllm_config) == 80 * GIB

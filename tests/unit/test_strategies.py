@@ -9,8 +9,6 @@ import torch
 from scripted import Loop, Pass, Run, sampling
 from scripted_rows import EOS, MASK, Hashed, Script, Table
 
-from dllm_plugin.sampling import rows
-
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SCENARIOS: dict[str, dict[str, Any]] = {
     s["name"]: s for s in json.loads((GOLDENS / "d2f_scripted.json").read_text())
@@ -96,13 +94,10 @@ def test_early_exit_passes() -> None:
 
 
 @pytest.mark.parametrize("stagger,chunk", [(0, 4096), (1, 7)])
-def test_scenarios_in_one_batch(
-    stagger: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scenarios_in_one_batch(stagger: int, chunk: int) -> None:
     """Neighbours in other phases, with other block lengths, change nothing."""
-    monkeypatch.setattr(rows, "CHUNK_ROWS", chunk)
     names = [name for name in NAMES if not SCENARIOS[name]["shift"]]
-    loop, runs = Loop(ROOMY, slots=48), []
+    loop, runs = Loop(ROOMY, slots=48, rows_at_once=chunk), []
     for i, name in enumerate(names):
         runs.append(begin(loop, name))
         params = sampling(9, dllm_block_length=(1, 2, 3, 8)[i % 4])

@@ -12,11 +12,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_plugin.config.memory import bad_word_bytes
-from dllm_plugin.config.request.checks import (
-    MAX_WORD_TOKENS,
-    MAX_WORDS_TOKENS,
-    check_bad_words,
-)
+from dllm_plugin.config.request.arguments import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
+from dllm_plugin.config.request.checks import check_bad_words
 from dllm_plugin.sampling.features import bad_words
 from dllm_plugin.sampling.features import bad_words as word_table
 from dllm_plugin.sampling.features.bad_words import UNUSED, BadWords, WordTable

@@ -33,6 +33,8 @@ from dllm_plugin.config.validation import (
 
 AUTO, DRAFTS, AUTOMATON = "auto", "drafts", "automaton"
 GRAMMAR_MODES = (AUTO, DRAFTS, AUTOMATON)
+# Of bad words: tokens of one, and words of several tokens times the tokens of the longest.
+MAX_WORD_TOKENS, MAX_WORDS_TOKENS = 16, 1024
 
 
 def end_of_gaps(token_ids: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from dllm_plugin.config.scheduling import shares_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.decoding.families import no_gaps
 
-from .arguments import TEMPLATE, RequestArguments
+from .arguments import MAX_WORD_TOKENS, MAX_WORDS_TOKENS, TEMPLATE, RequestArguments
 
 # Penalties, with the value that penalises nothing.
 PENALTIES = {
@@ -38,8 +38,6 @@ FORWARDS = 64  # that it may ask for however short its blocks are
 OF_POSITIONS = ("min_tokens", "bad_words")
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD = 64
-MAX_WORD_TOKENS = 16
-MAX_WORDS_TOKENS = 1024  # words of several tokens, times the tokens of the longest
 
 
 def check_sampling_params(params: SamplingParams, config: DecodeConfig) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.config.request.structured_outputs import no_automata
 from dllm_plugin.grammar.step import AutomatonStart
 from dllm_plugin.kernels.automaton import kernel, reference
@@ -295,7 +294,7 @@ class Automata(StepFeature):
 
     def _pieces(self, some: _Predicted, step: Step) -> Iterator[tuple[slice, Rows]]:
         """Yield pieces small enough for float32 copies, penalised if a request asks for it."""
-        most = rows_at_once(CHUNK_ROWS, some.rows.logits_XV.shape[1])
+        most = self.states.config.rows_at_once
         for low in range(0, len(some.canvas_T), most):
             cut = slice(low, low + most)
             piece = some.rows.cut(cut)

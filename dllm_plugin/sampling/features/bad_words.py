@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from dllm_plugin.config.memory import ALIGNED_AT_ONCE
-from dllm_plugin.config.request.checks import MAX_WORDS_TOKENS
+from dllm_plugin.config.request.arguments import MAX_WORDS_TOKENS
 from dllm_plugin.sampling.rows import RowChunk
 from dllm_plugin.sampling.step import Step
 from dllm_plugin.state.canvas_states import CanvasStates

@@ -13,7 +13,6 @@ from torch import Tensor
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 
-from dllm_plugin.config.memory import CHUNK_ROWS, rows_at_once
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling.rows import RowChunk, scatter_rows
 from dllm_plugin.sampling.step import EmittedLogprobs, Step
@@ -92,7 +91,7 @@ class LogprobStash(StepFeature):
         source_RC = low_R[asks_R, None] + torch.minimum(self.position_C, last_R1)
         place_RC = torch.arange(source_RC.numel(), device=self.device)
         logits_TV = step.chunks[0].logits_XV
-        each = rows_at_once(CHUNK_ROWS, logits_TV.shape[1])
+        each = self.states.config.rows_at_once
         pieces = (source_RC.flatten(), step.tokens_RC[asks_R].flatten(), place_RC)
         for source_T, token_T, place_T in zip(
             *[piece.split(each) for piece in pieces], strict=True
