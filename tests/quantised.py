@@ -70,8 +70,14 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
 
 
 FORMATS = ("pack-quantized", "gptq", "awq")  # of four bits
+ROUTER = ".mlp.gate"
 GROUP = 32  # inputs that share a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word
+
+
+def stays(module: str) -> bool:
+    """Return whether a checkpoint of four bits leaves a module as it is."""
+    return module in SKIPPED or module.endswith(ROUTER)
 
 
 def pack(path: Path, name: str, form: str) -> Path:
@@ -80,7 +86,7 @@ def pack(path: Path, name: str, form: str) -> Path:
     tensors = {}
     for key, weight in load_file(file).items():
         module = key.removesuffix(".weight")
-        if weight.ndim == 2 and module not in SKIPPED:
+        if weight.ndim == 2 and not stays(module):
             for suffix, value in packed(weight.float(), form).items():
                 tensors[f"{module}.{suffix}"] = value.contiguous()
         else:
@@ -95,7 +101,7 @@ def pack(path: Path, name: str, form: str) -> Path:
         "pack-quantized": {
             "format": form,
             "quantization_status": "compressed",
-            "ignore": [head],
+            "ignore": [head, rf"re:.*{ROUTER}$"],
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
@@ -119,10 +125,7 @@ def pack(path: Path, name: str, form: str) -> Path:
 def packed(weight_NK: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a matrix, whose numbers from -8 to 7 are stored from 0 to 15."""
     outputs, inputs = weight_NK.shape
-    grouped = weight_NK.view(outputs, -1, GROUP)
-    scale = grouped.abs().amax(2, keepdim=True).clamp_min(1e-6) / 7
-    stored = ((grouped / scale).round().clamp(-8, 7) + 8).view(outputs, inputs).int()
-    scale = scale[:, :, 0].to(torch.bfloat16)
+    stored, scale = in_4_bits(weight_NK)
     if form == "pack-quantized":
         shape = torch.tensor([outputs, inputs])
         words = in_words(stored)
@@ -136,6 +139,14 @@ def packed(weight_NK: torch.Tensor, form: str) -> dict[str, torch.Tensor]:
         words, found = in_words(stored.t(), AWQ_ORDER), {}
     zeros = in_words(zeros, AWQ_ORDER if form == "awq" else range(8))
     return found | {"qweight": words, "scales": scale.t(), "qzeros": zeros}
+
+
+def in_4_bits(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers from 0 to 15 of a matrix, and a scale for each group of inputs."""
+    grouped = weight_NK.view(len(weight_NK), -1, GROUP)
+    scale = grouped.abs().amax(2, keepdim=True).clamp_min(1e-6) / 7
+    stored = ((grouped / scale).round().clamp(-8, 7) + 8).view_as(weight_NK).int()
+    return stored, scale[:, :, 0].to(torch.bfloat16)
 
 
 def in_words(values: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:

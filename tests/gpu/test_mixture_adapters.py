@@ -19,7 +19,7 @@ MODELS = {
     "rnd1": {"strategy": "semi_autoregressive"},
     "sdar-moe": {"strategy": "block_diffusion"},
 }
-LENGTH = {"llada-moe": 1, "rnd1": 2, "sdar-moe": 1}  # RND1 reserves its last position
+LENGTH = {"rnd1": 2}  # of answers, else 1: RND1 reserves its last position
 PROMPTS = [a_prompt(9 + i, i) for i in range(4)]
 
 
@@ -36,7 +36,7 @@ def scores(model: str, engine: Any, adapter: Any = None) -> list[dict[int, float
     """Log-probabilities of 64 candidates for the first token after each prompt."""
     from vllm import SamplingParams
 
-    wish = SamplingParams(max_tokens=LENGTH[model], temperature=0, logprobs=64)
+    wish = SamplingParams(max_tokens=LENGTH.get(model, 1), temperature=0, logprobs=64)
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = engine.generate(inputs, wish, use_tqdm=False, lora_request=adapter)
     found = []
@@ -46,16 +46,20 @@ def scores(model: str, engine: Any, adapter: Any = None) -> list[dict[int, float
     return found
 
 
-def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
-    """Return the median of prompts of the largest difference of a token that both name.
-
-    A prompt whose router is at a near tie takes other experts after any rounding.
-    """
+def distances(
+    some: list[dict[int, float]], others: list[dict[int, float]]
+) -> list[float]:
+    """Return the largest difference of a token that both name, for each prompt."""
     found = []
     for one, other in zip(some, others, strict=True):
         both = one.keys() & other.keys()
         found.append(max(abs(one[token] - other[token]) for token in both))
-    return median(found)
+    return found
+
+
+def distance(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+    """Return the median of prompts: a router at a near tie takes other experts by rounding."""
+    return median(distances(some, others))
 
 
 @pytest.mark.parametrize("model", MODELS)
