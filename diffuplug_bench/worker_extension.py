@@ -57,6 +57,7 @@ class BenchWorker:
         """Accept masks by random numbers, the same on all ranks, in place of confidences."""
         decider = self.model_runner.model_state.sampler.decider
         decider.policy_rules["threshold"] = random_rule(p0, lam, seed, self.device)
+        decider.forget()
 
     def accept_drafts(self, share: float, seed: int) -> None:
         """Accept each draft with a probability, in place of what the model predicts."""
@@ -69,6 +70,7 @@ class BenchWorker:
                 decider.policy_rules[method.default_policy] = rule
             else:
                 decider.accept = random_accept(method.accept, self.share, seed)
+            decider.forget()
         self.share.fill_(share)
 
     def reset_peak_bytes(self) -> int:

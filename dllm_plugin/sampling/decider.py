@@ -139,6 +139,11 @@ class Decider:
             decide(tensors, stats, policies)
         decide.forget()
 
+    def forget(self) -> None:
+        """Let torch compare again what it compiled for, after a rule was exchanged."""
+        if isinstance(self.decide, Compiled):
+            self.decide.forget()
+
     def decide_plain(
         self, tensors: StepTensors, stats: RowStats, policies: StepPolicies
     ) -> Emitted:

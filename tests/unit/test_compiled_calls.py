@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from mixed import AT_ONCE, BLOCK, D2F, fresh_compiler
-from scripted import Loop
+from scripted import Loop, sampling
+from scripted_rows import Hashed
 
 from dllm_plugin.kernels.confidence.reference import RowStats
 from dllm_plugin.sampling import step
@@ -109,6 +110,27 @@ def test_a_context_that_is_lowered_is_compared_again() -> None:
     assert len(calls) == 2 and len(before) == len(after)
     for one, other in zip(after, plain, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_rule_that_is_exchanged_is_compiled_anew() -> None:
+    """As benchmarks do, which accept by random numbers."""
+    loop = compiled_loop(D2F)
+    run = loop.start([1, 2], Hashed(0), sampling(24, None))
+    decider = loop.sampler.decider
+    canvas_C = loop.states.canvas_NC[run.slot]
+
+    def masks_after(steps: int) -> int:
+        for _ in range(steps):
+            loop.step()
+        return int((canvas_C == loop.mask).sum())
+
+    before = masks_after(2)
+    assert masks_after(1) < before
+    for name in decider.policy_rules:
+        decider.policy_rules[name] = lambda plan, *_: plan.candidates_RC & False
+    decider.forget()
+    before = masks_after(0)
+    assert masks_after(2) == before > 0
 
 
 def test_engines_do_not_share_what_they_found() -> None:
