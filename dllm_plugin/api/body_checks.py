@@ -27,7 +27,7 @@ from dllm_plugin.config.request.structured_outputs import Verifier, at, check_gr
 from dllm_plugin.config.validation import check_depth, did_you_mean, shown
 
 from .answers import LOOKED_FOR, check_fields, has_common, refusal
-from .begun_characters import refusing
+from .output_processor import refusing
 
 SMALLEST = -(2**63)
 LARGEST = 2**64 - 1

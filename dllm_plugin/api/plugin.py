@@ -10,7 +10,7 @@ from vllm.engine.protocol import EngineClient
 from dllm_plugin.config.decode import get_decode_config, is_ours
 from dllm_plugin.decoding.families import FAMILIES, Family
 
-from . import begun_characters, infilling, viewer
+from . import infilling, output_processor, viewer
 from . import likelihood as likelihood_route
 from .answers import Endpoints
 from .body_checks import BodyChecks
@@ -40,7 +40,7 @@ class EndpointPlugin:
             return
         config = engine_client.vllm_config
         if config.model_config.architecture in FAMILIES and is_ours(config):
-            begun_characters.install(engine_client)
+            output_processor.install(engine_client)
             give_template_defaults(state, FAMILIES[config.model_config.architecture])
             tracing = await engine_client.is_tracing_enabled()
             state.diffuplug = Endpoints(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from dllm_plugin.api.begun_characters import REFUSED, refusing, split
+from dllm_plugin.api.output_processor import REFUSED, refusing, split
 
 ACCENT, PEPPER = "\N{LATIN SMALL LETTER E WITH ACUTE}", "\N{HOT PEPPER}"
 

@@ -1,9 +1,11 @@
-"""Begin the text of a reply with the character that its prompt ends amid.
+"""Mend two replies of vLLM's output processor.
 
-vLLM's detokenizer would begin it with the text of the whole prompt, and look for stop strings
-there: it waits for the end of a character before it takes a text as known.
+A prompt may end amid a character. vLLM's detokenizer would begin the reply with the text of the
+whole prompt, and look for stop strings there: it waits for the end of a character before it takes a
+text as known. The reply begins with that character.
 
-Refuse grammars, too, that only the engine refuses: vLLM's handlers answer with an internal error.
+A grammar may be refused by the engine only. vLLM's handlers answer with an internal error; the
+reply is a refusal that names the field.
 """
 
 import copy
@@ -26,8 +28,8 @@ from .frames import BROKEN, LONGEST_CHARACTER
 REFUSED: ContextVar[list[str]] = ContextVar("REFUSED")
 
 
-class BegunCharacters:
-    """Add requests to vLLM's output processor as it does, but for such prompts.
+class MendedOutputs:
+    """Add requests to vLLM's output processor, and process outputs, as it does but for both.
 
     grammars  the field of a body that has a grammar, and where to say why it is refused
     """
@@ -113,6 +115,6 @@ def refusing(scope: Scope, receive: Receive, send: Send) -> Send:
 def install(engine: Any) -> None:
     """Exchange the class of the output processor of an `AsyncLLM`."""
     processor = engine.output_processor
-    bases = (BegunCharacters, type(processor))
-    processor.__class__ = type(BegunCharacters.__name__, bases, {})
+    bases = (MendedOutputs, type(processor))
+    processor.__class__ = type(MendedOutputs.__name__, bases, {})
     processor.grammars = WeakKeyDictionary()
