@@ -132,9 +132,11 @@ def start_engine(options: dict[str, Any], log: Path | None = None) -> "LLM":
         if missing := missing_device():
             raise StartError(missing)
         return LLM(**options)
-    except RuntimeError as error:
-        from .phases import why_not_started
+    except (AssertionError, RuntimeError) as error:
+        from .phases import BINDING, why_not_started
 
+        if isinstance(error, AssertionError) and BINDING not in str(error):
+            raise
         raise StartError(why_not_started(error, log)) from error
 
 

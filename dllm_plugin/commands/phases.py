@@ -25,6 +25,8 @@ MARKERS = {
     "Loading model from scratch": "loading the model",
     "Model loading took": "warming up",
 }
+# What vLLM says of more ranks than NUMA nodes: each would have the cores of one.
+BINDING = "Not enough allowed NUMA nodes"
 FIRST = "starting vLLM"
 LOOK_SECONDS = 0.2
 WAIT_SECONDS = 0.25  # for pipes that Python's resource tracker keeps open
@@ -117,11 +119,13 @@ class Screen:
 
 
 def why_not_started(error: Exception, log: Path | None) -> str:
-    """Describe why an engine did not start, by its log; None: vLLM has printed it."""
-    if log is None:
-        return f"the engine did not start ({error}); the cause is above"
-    found = cause(log)
+    """Describe why an engine did not start, by its log; None: vLLM has printed it, or `error`."""
+    found = None if log is None else cause(log)
     reason = f"{error}" if found is None else f"cause: {found}"
+    if BINDING in reason:
+        reason += " VLLM_CPU_OMP_THREADS_BIND=nobind binds none."
+    elif log is None:
+        return f"the engine did not start ({reason}); the cause is above"
     return f"the engine did not start ({reason})"
 
 

@@ -10,6 +10,9 @@ import torch
 from engines import CHECKPOINTS, EngineRoom
 from jobs import MIXED, check
 from safetensors.torch import load_file, save_file
+from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+from dllm_plugin.commands import cli
 
 pytestmark = pytest.mark.slow
 
@@ -278,3 +281,28 @@ def test_widths_by_load_are_not_batch_invariant(
         "adaptive 'throughput' chooses widths by load, which VLLM_BATCH_INVARIANT"
         in said
     )
+
+
+@pytest.mark.skipif(len(get_visible_memory_node()) > 1, reason="a NUMA node a rank")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", str(CHECKPOINTS / "tiny-llada"), "--tensor-parallel-size", "2"],
+        ["bench", "step", "--shapes", "tiny", "--enforce-eager"]
+        + ["--pipeline-parallel-size", "2"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_more_ranks_than_numa_nodes(
+    command: list[str],
+    room: EngineRoom,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """vLLM asserts in this process that each rank has a node of its own."""
+    room.close()
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    assert cli.main(command) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()[-1:]
+    assert sentence.startswith("diffuplug: error: the engine did not start (Not enough")
+    assert "VLLM_CPU_OMP_THREADS_BIND=nobind binds none." in sentence

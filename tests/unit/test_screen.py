@@ -1,5 +1,6 @@
 """Commands whose output is closed, cut off or interrupted: nothing is lost, nothing is left."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from vllm.utils import ompmultiprocessing
+
+from dllm_plugin.commands import phases
 
 # `generate` without an engine: a child writes to the log as vLLM does, then comes the answer.
 PROGRAM = """
@@ -137,6 +141,16 @@ def test_a_signal_ends_a_command(number: signal.Signals, start: Start) -> None:
         and "log" not in err
     )
     assert started.logs() == []
+
+
+def test_more_ranks_than_numa_nodes() -> None:
+    """The variable that helps is named, whether or not there is a log."""
+    words = inspect.getsource(ompmultiprocessing)
+    assert phases.BINDING in words and '"nobind"' in words
+    error = AssertionError(f"{phases.BINDING} to bind threads. Decrease DP/TP/PP.")
+    why = phases.why_not_started(error, None)
+    assert why.endswith("TP/PP. VLLM_CPU_OMP_THREADS_BIND=nobind binds none.)")
+    assert phases.why_not_started(RuntimeError("x"), None).endswith("cause is above")
 
 
 # `serve` without an engine: a child writes as vLLM does, with an error amid the lines.
