@@ -22,6 +22,7 @@ from dllm_plugin.commands.models import check_model, resolve
 from dllm_plugin.commands.options import (
     Parser,
     add_count,
+    add_flags,
     add_memory_share,
     add_model,
     add_value,
@@ -64,6 +65,7 @@ def build_parser() -> Parser:
     words = "file (default: report-MODEL.md in this folder)"
     add_value(parser, "--output", "FILE", words, type=Path)
     add_memory_share(parser)
+    add_flags(parser, ("allow_unverified",))
     return parser
 
 
@@ -77,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     if named is not None:
         of_model = ["--model", resolve(named)]
         check_model(of_model[1])
+    if args.allow_unverified:
+        of_model.append("--allow-unverified")
     of_engine = [*of_model]
     if args.gpu_memory_utilization is not None:
         of_engine += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]

@@ -23,7 +23,7 @@ from diffuplug_bench.settings import (
 )
 from dllm_plugin import default_model
 from dllm_plugin.commands.models import check_decoding, check_model
-from dllm_plugin.commands.options import add_model, flag_of
+from dllm_plugin.commands.options import add_flags, add_model, flag_of
 
 FIXED_WIDTHS = "2,4,8,16,32"
 MAP_WIDTHS = "1,2,3,4,6,8,12,16,24,32"
@@ -62,6 +62,7 @@ def _add_model(parser: argparse.ArgumentParser, mode: str) -> None:
         add_model(parser)
         add("--threshold", type=float, help="with a checkpoint")
         add("--lora-path", help="D2F adapter of --model")
+        add_flags(parser, ("allow_unverified",))
         baselines = f"baselines: {','.join(BASELINES)}"
         add("--vs", dest="versus", type=_names, default=(), help=baselines)
     strategies = ", ".join([*MEASURED, *(DRAFTS if mode == ADAPTIVE else ())])

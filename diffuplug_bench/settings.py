@@ -111,6 +111,7 @@ class Settings:
     threshold: float | None = None
     schedule: str = "low_confidence"
     lora_path: str | None
+    allow_unverified: bool | None = None
     context: int
     input_len: int
     output_len: int = 0
@@ -164,6 +165,7 @@ class Settings:
         if has_schedule and not self.measured.by_confidence:
             options["policy"] = self.schedule
         options |= self.given("threshold", "lora_path", "head_quantization")
+        options |= self.given("allow_unverified")
         return options | self.refreshes | self.switches
 
     def given(self, *names: str) -> dict[str, Any]:

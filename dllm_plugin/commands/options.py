@@ -34,6 +34,7 @@ DECODE_OPTIONS = (
     "block_length",
     "lora_path",
     "kv_cache_layout",
+    "allow_unverified",
 )
 MODEL = "folder, hub name or short name (default: the bundled model)"
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")

@@ -31,7 +31,7 @@ EXAMPLE = (
 )
 OF_ENGINE = (
     *("strategy", "lora_path", "kv_cache_layout"),
-    *("gpu_memory_utilization", "verbose", "dtype"),
+    *("gpu_memory_utilization", "verbose", "dtype", "allow_unverified"),
 )
 UNCERTAIN = (205, 60, 60)
 CERTAIN = (60, 170, 80)

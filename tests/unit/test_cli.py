@@ -40,9 +40,11 @@ from dllm_plugin.decoding.methods import (
 )
 
 DECODE = [
+    "--allow-unverified",
     "--block-length",
     "--kv-cache-layout",
     "--lora-path",
+    "--no-allow-unverified",
     "--policy",
     "--strategy",
     "--threshold",
@@ -84,8 +86,10 @@ MEASURED += [
     "--vocab-parallel",
     "--no-vocab-parallel",
 ]
-MEASURED += ["--vs", "-h"]
+UNVERIFIED = ["--allow-unverified", "--no-allow-unverified"]
+MEASURED += ["--vs", "-h", *UNVERIFIED]
 CHECKPOINT = {"--approximations", "--lora-path", "--model", "--threshold", "--vs"}
+CHECKPOINT |= {*UNVERIFIED}
 GRID = ["--max-positions", "--requests"]
 STEPS = ["--context", "--profile"]
 SERVED = [
