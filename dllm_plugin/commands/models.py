@@ -5,6 +5,7 @@ Imports neither torch nor vLLM.
 
 import json
 import os
+import re
 import ssl
 import sys
 import urllib.error
@@ -44,6 +45,9 @@ NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
+OF_CPUS = (
+    "On a CPU FP8 and INT4 need a checkpoint that is stored so, and experts need bf16."
+)
 SIZES = (
     *("d_model", "n_heads", "n_layers", "hidden_size"),
     *("num_attention_heads", "num_hidden_layers", "vocab_size"),
@@ -89,10 +93,13 @@ def run(name: str | None) -> int:
     )
     for name, found in CHECKPOINTS.items():
         sizes = [f"{size:.1f}" for size in found.gigabytes()]
-        print(row.format(name, found.hub, *sizes, found.fits(memory), found.decoding))
+        fits = found.fits(memory, has_gpu())
+        print(row.format(name, found.hub, *sizes, fits, found.decoding))
     print(
         f"\nSizes of the weights in GB; this machine has {memory:.0f} GB for a model."
     )
+    if not has_gpu():
+        print(OF_CPUS)
     return 0
 
 
@@ -105,15 +112,24 @@ def print_checkpoint(name: str, memory: float) -> None:
     print(f"  decoding  {found.decoding}")
     print(f"  weights   {bf16:.1f} GB in bf16, {fp8:.1f} in FP8, {int4:.1f} in INT4")
     print(f"  KV cache  {found.kv_gigabytes():.2f} GB per 1,000 tokens in bf16")
-    print(f"  fits      {found.fits(memory)}, of {memory:.0f} GB")
+    print(f"  fits      {found.fits(memory, has_gpu())}, of {memory:.0f} GB")
+    if not has_gpu():
+        print(f"  on CPUs   {OF_CPUS}")
     print(f"  settings and scores of its authors: {PAGES}{found.page}")
+
+
+def has_gpu() -> bool:
+    """Return whether the memory is a GPU's, whose kernels quantise while weights load."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def usable_memory() -> float:
     """Return the memory that vLLM takes by default, in GB: of a GPU, or of this machine."""
-    import torch
+    if has_gpu():
+        import torch
 
-    if torch.cuda.is_available():
         return MEMORY_SHARE * torch.cuda.mem_get_info()[1] / 1e9
     from vllm.utils.cpu_resource_utils import get_memory_node_info
 
@@ -154,6 +170,12 @@ def why_unserved(model: str, config: dict[str, Any]) -> str:
     architecture = architecture_of(config)
     if architecture in ARCHITECTURES:
         return ""
+    if architecture is None:
+        ours = of_model_type(config)
+        why = "its config.json names no architecture"
+        if ours:
+            why += f"; its model_type suggests {json.dumps({'architectures': [ours]})}"
+        return f"{model} is no model of DiffuPlug: {why}; docs/support.md lists all"
     near = get_close_matches(str(architecture), ARCHITECTURES, NEAREST, cutoff=0.0)
     return (
         f"{model} is no model of DiffuPlug: its architecture is {architecture}, and the "
@@ -163,15 +185,31 @@ def why_unserved(model: str, config: dict[str, Any]) -> str:
     )
 
 
+def of_model_type(config: dict[str, Any]) -> str:
+    """Return the architecture whose name begins as the model type; empty if none does."""
+    wanted = _letters(str(config.get("model_type") or "-"))
+    for name in sorted(ARCHITECTURES, key=len):
+        if wanted and _letters(name).startswith(wanted):
+            return name
+    return ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
+
+
 def check_served(model: str, options: dict[str, Any]) -> None:
     """Raise ValueError unless `model` is a checkpoint that a server may be able to serve.
 
     vLLM serves models of others, too, but those read none of our `options`.
     """
     config = _checked_config(model)
-    architecture = str(architecture_of(config))
+    found = architecture_of(config)
+    architecture = str(found)
     if architecture in ARCHITECTURES:
         return
+    if found is None and of_model_type(config):
+        refuse_unserved(model, config)
     if did_you_mean(architecture, ARCHITECTURES, cutoff=NEAR):
         refuse_unserved(model, config)
     if options:

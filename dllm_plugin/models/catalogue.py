@@ -57,10 +57,12 @@ class Checkpoint:
         """Return the keys and values of 1,000 tokens in bf16, in GB."""
         return 1000 * 2 * self.sizes.kv_values / 1e9
 
-    def fits(self, memory: float) -> str:
+    def fits(self, memory: float, gpu: bool = True) -> str:
         """Return the largest precision that some GB have room for, with one request."""
         request = min(self.context, LONG) / 1000 * self.kv_gigabytes()
         for name, weights in zip(PRECISIONS, self.gigabytes(), strict=True):
+            if name != PRECISIONS[0] and not gpu and self.shape.get("num_experts"):
+                break  # vLLM has no quantised experts on CPUs
             if weights + request + OTHER <= memory:
                 return name
         return "no"

@@ -122,6 +122,21 @@ def test_what_fits() -> None:
     ]
 
 
+def test_cpus_need_weights_that_are_stored_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They quantise nothing while it loads, and have no kernels of quantised experts."""
+    assert CHECKPOINTS["sdar:8b"].fits(14, gpu=False) == "FP8"
+    mini = CHECKPOINTS["llada2.0:mini"]
+    assert [mini.fits(gb, gpu=False) for gb in (40, 24)] == ["bf16", "no"]
+    monkeypatch.setattr(models, "usable_memory", lambda: 12.0)
+    for gpu in (False, True):
+        monkeypatch.setattr(models, "has_gpu", lambda gpu=gpu: gpu)
+        for command in (["models"], ["models", "sdar:8b"]):
+            assert cli.main(command) == 0
+            assert (models.OF_CPUS in capsys.readouterr().out) is not gpu
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="the memory of a GPU")
 def test_the_list_takes_the_memory_that_vllm_takes() -> None:
     """That of a NUMA node within a container's limit, not that of the machine."""
