@@ -3,7 +3,8 @@
 Refused are also options of mixtures of experts that have no effect.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -36,11 +37,32 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             "needs a GPU: leave it out, or serve a checkpoint that is stored in 8 bits."
         )
     stored = model_config.model_arch_config.quantization_config or {}
+    is_mixture_on_cpu = current_platform.is_cpu() and model_config.is_moe
+    layers = model_config.get_total_num_hidden_layers()
+    if is_mixture_on_cpu and quantises_experts(stored, layers):
+        raise ValueError(
+            f"The checkpoint's experts are stored in fewer than 16 bits ({stored['quant_method']})"
+            ", which needs a GPU: serve one whose experts have 16 bits."
+        )
     if current_platform.is_cpu() and is_packed(stored) and not runs_packed():
         raise ValueError(
             f"The checkpoint's {model_config.quantization} weights of 4 bits need a CPU with "
             "AVX-512, without which vLLM has no kernel for them: serve one of 8 or 16 bits."
         )
+
+
+def quantises_experts(stored: dict[str, Any], layers: int) -> bool:
+    """Return whether a checkpoint stores the experts of its last layer quantised."""
+    name = EXPERTS.format(layers - 1)
+    if stored.get("quant_method") == "compressed-tensors":
+        return "weights" in next(_schemes(stored, [layers - 1]))
+    for key in LEFT_OUT:
+        if any(part in name for part in stored.get(key) or ()):
+            return False
+    rules = stored.get("dynamic") or ()  # of GPTQ; "-:" leaves out
+    if any(re.match(one[2:], name) for one in rules if one.startswith("-:")):
+        return False
+    return bool(stored)
 
 
 def is_packed(stored: dict[str, Any]) -> bool:
@@ -96,7 +118,9 @@ def _problems_of_head(kind: str, model_config: ModelConfig) -> Iterator[str]:
 # Architectures whose parent class in vLLM can move experts between ranks: it leaves the others as
 # they are without a word.
 REBALANCED = ("SDARMoeForCausalLM",)
-EXPERT = "model.layers.{}.mlp.experts.0.down_proj"  # in every mixture that we have
+# Modules that checkpoints leave as they are, by GPTQ, AWQ and FP8.
+LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+EXPERTS = "model.layers.{}.mlp.experts"  # in every mixture that we have
 CHANGE = "fp8_per_channel or fp8_per_block, or weights quantised so,"
 
 
@@ -142,19 +166,23 @@ def _one_scale(model_config: ModelConfig) -> Iterator[bool]:
 
 def _compressed_with_one_scale(stored: dict[str, Any], layers: int) -> Iterator[bool]:
     """Yield for each layer with experts whether vLLM scales all rows by one number."""
+    # As vLLM does: all experts follow the first, and its projections must agree.
+    for scheme in _schemes(stored, range(layers)):
+        weights = scheme.get("weights")
+        inputs = scheme.get("input_activations")
+        if weights is not None and inputs is not None:
+            spans = {weights.strategy, inputs.strategy}
+            yield bool(inputs.dynamic) and spans == {"tensor"}
+
+
+def _schemes(stored: dict[str, Any], layers: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yield how compressed-tensors stores the experts of each layer; empty: as they are."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
 
     known = CompressedTensorsConfig.from_config(deepcopy(stored))
     known._add_fused_moe_to_target_scheme_map()
-    for layer in range(layers):
-        # As vLLM does: all experts follow the first, and its projections must agree.
-        scheme: dict[str, Any] = (
-            known.get_scheme_dict(RoutedExperts(), EXPERT.format(layer)) or {}
-        )
-        weights = scheme.get("weights")
-        inputs = scheme.get("input_activations")
-        if weights is not None and inputs is not None:
-            spans = {weights.strategy, inputs.strategy}
-            yield bool(inputs.dynamic) and spans == {"tensor"}
+    for layer in layers:
+        name = EXPERTS.format(layer) + ".0.down_proj"
+        yield known.get_scheme_dict(RoutedExperts(), name) or {}

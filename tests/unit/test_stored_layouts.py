@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from quantised import FORMATS, pack
+from vllm.platforms import current_platform
 
-from dllm_plugin.config.quantisation import runs_packed
+from dllm_plugin.config.quantisation import quantises_experts, runs_packed
 from dllm_plugin.models.checkpoints.layouts import Packing
 from dllm_plugin.models.checkpoints.weights import CheckedWeights, Manifest
 
@@ -159,3 +160,36 @@ def test_checkpoints_of_four_bits_load(
         wanted = plain.model.layers[0].mlp(rows)
     error = (found - wanted).norm() / wanted.norm()
     assert 0.01 < error < 0.4
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="GPUs have kernels for them")
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["tiny-llada2.1", "tiny-sdar-moe", "tiny-llada-moe"])
+def test_experts_of_four_bits_need_a_gpu(
+    name: str,
+    form: str,
+    checkpoint: Callable[..., Path],
+    vllm_config_for: Callable[..., Any],
+) -> None:
+    """Before weights load, where vLLM would find no kernel."""
+    with pytest.raises(ValueError, match="experts are stored in fewer than 16 bits"):
+        vllm_config_for(pack(checkpoint(name), name, form))
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        ({}, False),
+        ({"quant_method": "awq", "modules_to_not_convert": None}, True),
+        ({"quant_method": "awq", "modules_to_not_convert": ["mlp.gate"]}, True),
+        ({"quant_method": "awq", "modules_to_not_convert": ["mlp.experts"]}, False),
+        ({"quant_method": "fp8", "ignored_layers": ["model.layers.2.mlp"]}, False),
+        ({"quant_method": "gptq", "dynamic": {r"-:.*mlp\.gate$": {}}}, True),
+        ({"quant_method": "gptq", "dynamic": {r"-:.*experts": {}}}, False),
+        (compressed("pack-quantized", GROUPED) | {"ignore": ["re:.*gate$"]}, True),
+        (compressed("pack-quantized", GROUPED) | {"ignore": ["re:.*mlp.*"]}, False),
+    ],
+    ids=str,
+)
+def test_experts_that_are_left_as_they_are(stored: dict[str, Any], found: bool) -> None:
+    assert quantises_experts(stored, 3) is found
