@@ -123,8 +123,12 @@ def _sure_or_best(text: Text, left: list[int], found: Proposals) -> list[int]:
     """Return the positions that reach the threshold; the best position if none does."""
     limit = text.rules.threshold
     text.close_choice(*(found[p].confidence - limit for p in left))
-    sure = [p for p in left if found[p].confidence >= limit]
-    return sure or best_first(left, found)[:1]
+    if sure := [p for p in left if found[p].confidence >= limit]:
+        return sure
+    best, *others = best_first(left, found)
+    for p in others[:1]:
+        text.close_choice(found[best].confidence - found[p].confidence)
+    return [best]
 
 
 def decode_introspective(text: Text) -> None:
@@ -218,4 +222,9 @@ def choose(text: Text, logits: Tensor, masks: list[int]) -> list[int]:
     limit = rules.entropy_threshold
     text.close_choice(*(entropies - limit).tolist())
     sure = [p for p, is_sure in zip(masks, entropies < limit, strict=True) if is_sure]
-    return sure or [masks[int(entropies.argmin())]]
+    if sure:
+        return sure
+    best, *others = entropies.argsort(stable=True).tolist()
+    for other in others[:1]:
+        text.close_choice(float(entropies[other] - entropies[best]))
+    return [masks[best]]

@@ -10,12 +10,19 @@ import torch
 from refusals import resolved
 from test_layers import TREES, imports
 
-from dllm_plugin.commands.verify import PROMPTS, read_prompts, second_opinion
-from dllm_plugin.commands.verify.compare import Watcher, compare_first_forward
+from dllm_plugin.commands.verify import PROMPTS, compare, read_prompts, second_opinion
+from dllm_plugin.commands.verify.compare import (
+    Compared,
+    Difference,
+    Verdict,
+    Watcher,
+    compare_first_forward,
+)
 from dllm_plugin.commands.verify.engine_side import Decided
 from dllm_plugin.commands.verify.reference import OwnCode
 from dllm_plugin.commands.verify.second_opinion import Job
-from dllm_plugin.reference.text import Step
+from dllm_plugin.reference import causal_blocks
+from dllm_plugin.reference.text import Result, Step
 
 MASK = 3
 ROW = torch.tensor([10.0, 9.99, 2.0, 50.0])
@@ -56,6 +63,63 @@ def test_other_positions(closest: float, near: bool) -> None:
     assert (
         found is not None and found.decided_by == "reference" and found.near_tie is near
     )
+
+
+def test_the_size_of_a_difference() -> None:
+    """Of two tokens in logits, of a choice in its score; a quarter of rounding moves that."""
+    found = watch({5: 1}, {5: 0}, 1.0)
+    assert found is not None
+    assert (found.apart, found.rounding) == (0.01, 0.1)
+    found = watch({5: 0, 6: 1}, {5: 0}, 0.02)
+    assert found is not None
+    assert (found.apart, found.rounding, found.near_tie) == (0.02, 0.025, True)
+
+
+def test_how_far_an_entropy_moves() -> None:
+    """Logits that move by 0.01 towards or away from the mean move it most."""
+    row = torch.randn(300, dtype=torch.float64)
+    row[MASK] = float("-inf")
+    share = row.softmax(-1)
+    entropy = torch.special.entr(share).sum()
+    away = (row.log_softmax(-1) + entropy).sign() * 0.01
+    moved = torch.special.entr((row + away).softmax(-1)).sum() - entropy
+    assert abs(float(moved)) == pytest.approx(0.01 * compare._spread(row), rel=0.05)
+
+
+def verdict(near_tie: bool | None, first: str | None, same: bool = False) -> Verdict:
+    theirs: Any = SimpleNamespace(tokens=[1], forwards=2)
+    ours = Result([1 if same else 2], 2)
+    difference = None
+    if near_tie is not None:
+        difference = Difference(1, 5, None, None, "both", near_tie, 0.1, 0.2)
+    return Verdict(theirs, ours, Compared(0.0, 0.1, [], first), difference)
+
+
+@pytest.mark.parametrize(
+    ("one", "agrees"),
+    [
+        (verdict(None, None, same=True), True),
+        (verdict(True, None), True),
+        (verdict(False, None), False),
+        (verdict(None, None), False),
+        (verdict(True, "layer 1"), False),
+    ],
+)
+def test_a_near_tie_accuses_nobody(one: Verdict, agrees: bool) -> None:
+    assert one.agrees is agrees
+    text = compare.summary([one, verdict(None, None, same=True)])
+    assert text.startswith(f"{1 + agrees} of 2 prompts agree")
+    assert ("1 of them up to a near tie" in text) is (agrees and not one.is_same)
+
+
+def test_the_surest_of_unsure_masks_may_be_a_near_tie() -> None:
+    """No mask is below the threshold: the two lowest entropies are compared."""
+    gaps: list[float] = []
+    rules = SimpleNamespace(entropy_threshold=0.1, position_penalty=0.0)
+    text: Any = SimpleNamespace(rules=rules, close_choice=lambda *new: gaps.extend(new))
+    logits = torch.tensor([[0.0, 1.0], [0.0, 1.001], [0.0, 0.0]])
+    assert causal_blocks.choose(text, logits, [7, 8, 9]) == [8]
+    assert 0 < min(gaps) < 0.001
 
 
 def test_every_difference_of_a_forward_has_to_be_near() -> None:

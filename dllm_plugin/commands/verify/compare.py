@@ -118,17 +118,25 @@ class Difference:
     reference: tuple[int, float] | None
     decided_by: str  # "both", "engine" or "reference"
     near_tie: bool
+    apart: float | None  # two logits, or a confidence and what decides; None: unknown
+    rounding: float  # moves that so far
 
 
 class Watcher:
     """Find the first decision that differs, while the second implementation decodes."""
 
     def __init__(
-        self, decided: list[Decided], end: int, mask_id: int, moves: float
+        self,
+        decided: list[Decided],
+        end: int,
+        mask_id: int,
+        moves: float,
+        by_entropy: bool = False,
     ) -> None:
         self.theirs = [one for one in decided if any(p < end for p in one.new)]
         self.end, self.mask_id = end, mask_id
         self.moves = moves  # how far rounding moves a logit
+        self.by_entropy = by_entropy  # positions are chosen
         self.forward = 0
         self.known: dict[int, int] = {}
         self.difference: Difference | None = None
@@ -149,17 +157,20 @@ class Watcher:
         if new == their_new:
             return
         apart = [p for p in {*new, *their_new} if new.get(p) != their_new.get(p)]
-        is_near = True
+        sizes = {}
         for p in apart:
-            is_near &= self._is_near(step, p, new.get(p), their_new.get(p))
+            sizes[p] = self._apart(step, p, new.get(p), their_new.get(p))
+        is_near = all(gap <= moved for gap, moved in sizes.values())
         position, decided_by = min(apart), "both"
         if position not in new:
             decided_by = "engine"
         elif position not in their_new:
             decided_by = "reference"
         engine, ours = theirs.best.get(position), self._proposal(step, position)
+        gap, moved = sizes[position]
+        sides = engine, ours, decided_by
         self.difference = Difference(
-            self.forward, position, engine, ours, decided_by, is_near
+            self.forward, position, *sides, is_near, _short(gap), moved
         )
 
     def _inside(self, new: dict[int, int]) -> dict[int, int]:
@@ -179,17 +190,26 @@ class Watcher:
         probability, token = row.softmax(-1).max(-1)
         return int(token), float(probability)
 
-    def _is_near(
+    def _apart(
         self, step: Step, position: int, ours: int | None, theirs: int | None
-    ) -> bool:
-        """Return whether rounding explains that one position was decided in another way."""
+    ) -> tuple[float, float]:
+        """Return how far apart the decisions of a position are, and how far rounding moves that."""
         row = self._row(step, position)
         if row is None:
-            return False
+            return math.inf, self.moves
         if ours is not None and theirs is not None:
-            return float(row[ours] - row[theirs]) <= self.moves
+            return float(row[ours] - row[theirs]), self.moves
+        if self.by_entropy:
+            return step.closest, self.moves * _spread(row)
         # A probability moves by at most a quarter of what its logit moves by.
-        return step.closest <= self.moves / 4
+        return step.closest, self.moves / 4
+
+
+def _spread(row: Tensor) -> float:
+    """Return how far an entropy moves, nearly at most, if every logit moves by up to 1."""
+    share, logs = row.softmax(-1), row.log_softmax(-1)
+    entropy = torch.special.entr(share).sum()
+    return float((share * (logs + entropy)).nan_to_num().abs().sum())
 
 
 @dataclass
@@ -207,10 +227,16 @@ class Verdict:
         return self.theirs.tokens == self.ours.tokens
 
     @property
-    def agrees(self) -> bool:
+    def is_same(self) -> bool:
         """Return whether answer, forwards and the numbers of the first forward are the same."""
         same_path = self.theirs.forwards == self.ours.forwards
         return self.same_tokens and same_path and self.compared.first is None
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether all is the same, or differs only from a near tie on."""
+        is_near = self.difference is not None and self.difference.near_tie
+        return self.is_same or (is_near and self.compared.first is None)
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, without texts."""
@@ -250,7 +276,7 @@ def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
     )
     if verdict.compared.first is not None:
         _note(f"hidden states first differ at {verdict.compared.first}")
-    if verdict.difference is not None and not verdict.agrees:
+    if verdict.difference is not None and not verdict.is_same:
         _note(_sentence(verdict, verdict.difference, spell))
 
 
@@ -269,23 +295,21 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
         if proposal is not None:
             what = f"{spell([proposal[0]])!r} at {proposal[1]:.4f}"
         sides.append(f"{side} {takes} {what}")
-    cause = "no near tie"
-    if one.near_tie:
-        cause = "a near tie, which rounding explains"
+    cause = "a near tie" if one.near_tie else "no near tie"
+    if one.apart is not None:
+        cause += f" ({one.apart:.2g} apart, rounding moves up to {one.rounding:.2g})"
     where = f"token {place}, forward {one.forward}"
     return f"first difference: {where}: {', '.join(sides)}: {cause}"
 
 
 def summary(verdicts: list[Verdict]) -> str:
     """Return in a sentence how many prompts agree."""
-    others = [one for one in verdicts if not one.agrees]
-    ties = 0
-    for one in others:
-        if one.compared.first is None and one.difference is not None:
-            ties += one.difference.near_tie
-    text = f"{len(verdicts) - len(others)} of {len(verdicts)} prompts agree"
-    if others:
-        text += f"; {ties} of {len(others)} others differ at near ties"
+    agree = [one for one in verdicts if one.agrees]
+    ties = sum(not one.is_same for one in agree)
+    text = f"{len(agree)} of {len(verdicts)} prompts agree"
+    if ties:
+        text += f", {ties} of them up to a near tie, which rounding explains: --dtype float32 "
+        text += "has next to none"
     return text
 
 
