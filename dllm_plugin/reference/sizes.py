@@ -11,16 +11,17 @@ WEDLM, WEDLM_BIASED = "wedlm", "wedlm with bias"
 LLADA2 = ("llada2_moe", "llada2_moe_veomni", "llada21_moe")
 SDAR = ("sdar", "sdar_moe")
 NEMOTRON = "nemotron_labs_diffusion"
-STABLE_DIFFCODER = "stable_diffcoder"
+STABLE_DIFFCODER, DREAM_REASONER = "stable_diffcoder", "dream_reasoner"
 A2D_QWEN3, A2D_QWEN2, A2D_LLAMA = A2D = ("a2d-qwen3", "a2d-qwen2", "a2d-llama")
 # Architectures whose model type is that of other models.
 KINDS = {
     "StableDiffcoderForCausalLM": STABLE_DIFFCODER,
     "LLaDAMoEModelLM": LLADA_MOE,
+    "DreamForCausalLM": DREAM_REASONER,
 }
 MASKS = (
     {FAST_DLLM: "|<MASK>|", STABLE_DIFFCODER: "<[MASK_TOKEN]>"}
-    | dict.fromkeys((*LLADA2, *A2D, LLADA_MOE), "<|mask|>")
+    | dict.fromkeys((*LLADA2, *A2D, LLADA_MOE, DREAM_REASONER), "<|mask|>")
     | dict.fromkeys((*SDAR, IDLM), "<|MASK|>")
 )
 SHIFTED = (DREAM, FAST_DLLM, RND1, IDLM)
@@ -29,7 +30,7 @@ THETAS = {LLADA: 5e5, LLADA_MOE: 5e4} | dict.fromkeys(LLADA2, 6e5)
 
 KNOWN = (
     *(LLADA, LLADA_MOE, DREAM, FAST_DLLM, RND1, IDLM, WEDLM, WEDLM_BIASED),
-    *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D, NEMOTRON),
+    *(*SDAR, *LLADA2, STABLE_DIFFCODER, *A2D, NEMOTRON, DREAM_REASONER),
 )
 # LLaDA's keys under the names of all others.
 LLADA_KEYS = {

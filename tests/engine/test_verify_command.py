@@ -104,6 +104,16 @@ def test_every_family_agrees(name: str, options: list[str], verify: Verify) -> N
     check_same(verify(CHECKPOINTS / f"tiny-{name}", *options))
 
 
+def test_a_family_that_is_not_verified(verify: Verify, tmp_path: Path) -> None:
+    """DreamReasoner has Dream's model type, but its rows predict their own positions."""
+    folder = Path(shutil.copytree(CHECKPOINTS / "tiny-sdar", tmp_path / "reasoner"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "Dream", "architectures": ["DreamForCausalLM"]}
+    config |= {"block_size": 8, "mask_token_id": 282}
+    (folder / "config.json").write_text(json.dumps(config))
+    check_same(verify(folder, "--allow-unverified"))
+
+
 LAYER = "model.layers.1"
 CHANGED = {
     "embedding": ("dream", "model.embed_tokens.weight", "the embedding"),
