@@ -222,6 +222,11 @@ def _check(run: Run, output: int, settings: Settings, canvas: int) -> None:
         span = answer.arrivals[-1].step - answer.arrivals[0].step
         # A finished block arrives with the first step of the next block.
         expected = answer.forwards - steps_per_block(settings, canvas) - 1
+        if span == settings.pipeline_parallel_size * expected != expected:
+            raise ValueError(
+                "a request waits for its last stage before its next step, as vLLM does without "
+                "asynchronous scheduling (CPUs): measure one stage, or in the mode throughput."
+            )
         if span != expected:
             raise ValueError(
                 f"a request took {span} engine steps for {expected} denoising steps: it was "

@@ -9,7 +9,9 @@ from documented import ROOT
 from transformers import AutoTokenizer
 
 from diffuplug_bench import problems, report, worker_extension
+from diffuplug_bench.cli import build_parser
 from diffuplug_bench.model_shapes import SHAPES, Sizes, autoregressive_config
+from diffuplug_bench.options import settings_of
 from diffuplug_bench.request_loop import Answer, Arrival, Run, all_decode, steady_window
 from diffuplug_bench.step import floor, measure, schedule
 from diffuplug_bench.word_problems.generator import problems_of
@@ -36,6 +38,27 @@ def test_window_holds_steps_of_all_requests_only() -> None:
     assert (window.first, window.last) == (4, 12)
     assert window.step_ms == pytest.approx(1.0)
     assert measure._context(run, window) == 10 + (8 + 8) / 2
+
+
+@pytest.mark.parametrize(
+    ("last", "stages", "why"),
+    [(9, 1, None), (17, 1, "preempted"), (9, 2, None), (17, 2, "for its last stage")],
+)
+def test_steps_of_a_pipeline_that_take_turns(
+    last: int, stages: int, why: str | None
+) -> None:
+    words = ["step", "--shapes", "tiny", "--pipeline-parallel-size", str(stages)]
+    settings = settings_of(build_parser().parse_args(words))
+    one = answer((1, 16), (last, 16))
+    one.token_ids, one.forwards = (
+        [0] * 32,
+        8 + measure.steps_per_block(settings, 32) + 1,
+    )
+    if why is None:
+        measure._check(Run([one]), 32, settings, 32)
+        return
+    with pytest.raises(ValueError, match=why):
+        measure._check(Run([one]), 32, settings, 32)
 
 
 def test_all_decode_once_the_last_one_has_tokens() -> None:
