@@ -5,7 +5,6 @@ Imports neither torch nor vLLM.
 
 import json
 import os
-import re
 import ssl
 import sys
 import urllib.error
@@ -30,7 +29,7 @@ from dllm_plugin.decoding.families import (
     choose_strategy,
     surely_unread,
 )
-from dllm_plugin.models import ARCHITECTURES
+from dllm_plugin.models import ARCHITECTURES, of_model_type
 from dllm_plugin.models.catalogue import CHECKPOINTS, PAGES, hub_name
 from dllm_plugin.models.checkpoints.unserved import (
     ADAPTER_CONFIG,
@@ -171,9 +170,8 @@ def why_unserved(model: str, config: dict[str, Any]) -> str:
     if architecture in ARCHITECTURES:
         return ""
     if architecture is None:
-        ours = of_model_type(config)
         why = "its config.json names no architecture"
-        if ours:
+        if ours := of_model_type(config):
             why += f"; its model_type suggests {json.dumps({'architectures': [ours]})}"
         return f"{model} is no model of DiffuPlug: {why}; docs/support.md lists all"
     near = get_close_matches(str(architecture), ARCHITECTURES, NEAREST, cutoff=0.0)
@@ -183,19 +181,6 @@ def why_unserved(model: str, config: dict[str, Any]) -> str:
         "docs/support.md lists all"
         + did_you_mean(str(architecture), ARCHITECTURES, cutoff=NEAR)
     )
-
-
-def of_model_type(config: dict[str, Any]) -> str:
-    """Return the architecture whose name begins as the model type; empty if none does."""
-    wanted = _letters(str(config.get("model_type") or "-"))
-    for name in sorted(ARCHITECTURES, key=len):
-        if wanted and _letters(name).startswith(wanted):
-            return name
-    return ""
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[-_]", "", name).lower()
 
 
 def check_served(model: str, options: dict[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """Subclass vLLM's models; `checkpoints` reads what lies on disk."""
 
 import os
+import re
+from typing import Any
 
 from dllm_plugin.decoding.families import SERVED
 
@@ -11,6 +13,19 @@ for name, (_, path) in SERVED.items():
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch reads it at the first GEMM of a process
 # Compute capability of the H200, where GEMMs without it were measured, and the H100.
 FASTER_ON = ((9, 0),)
+
+
+def of_model_type(config: dict[str, Any]) -> str:
+    """Return the architecture whose name begins as the model type; empty if none does."""
+    wanted = _letters(str(config.get("model_type") or "-"))
+    for name in sorted(ARCHITECTURES, key=len):
+        if wanted and _letters(name).startswith(wanted):
+            return name
+    return ""
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
 
 
 def register_configs() -> None:
