@@ -44,9 +44,7 @@ NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
-OF_CPUS = (
-    "On a CPU FP8 and INT4 need a checkpoint that is stored so, and experts need bf16."
-)
+OF_CPUS = "On a CPU FP8 and INT4 need a checkpoint that is stored so, and experts bf16 or AMX."
 SIZES = (
     *("d_model", "n_heads", "n_layers", "hidden_size"),
     *("num_attention_heads", "num_hidden_layers", "vocab_size"),

@@ -119,7 +119,7 @@ class Screen:
 
 
 def why_not_started(error: Exception, log: Path | None) -> str:
-    """Describe why an engine did not start, by its log; None: vLLM has printed it, or `error`."""
+    """Describe why an engine did not start, by its log, if there is one, else by `error`."""
     found = None if log is None else cause(log)
     reason = f"{error}" if found is None else f"cause: {found}"
     if BINDING in reason:

@@ -39,10 +39,11 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
     stored = model_config.model_arch_config.quantization_config or {}
     is_mixture_on_cpu = current_platform.is_cpu() and model_config.is_moe
     layers = model_config.get_total_num_hidden_layers()
-    if is_mixture_on_cpu and quantises_experts(stored, layers):
+    without_kernels = is_mixture_on_cpu and not may_run_quantised_experts()
+    if without_kernels and quantises_experts(stored, layers):
         raise ValueError(
             f"The checkpoint's experts are stored in fewer than 16 bits ({stored['quant_method']})"
-            ", which needs a GPU: serve one whose experts have 16 bits."
+            ", which needs a GPU, or a CPU with AMX: serve one whose experts have 16 bits."
         )
     if current_platform.is_cpu() and is_packed(stored) and not runs_packed():
         raise ValueError(
@@ -63,6 +64,13 @@ def quantises_experts(stored: dict[str, Any], layers: int) -> bool:
     if any(re.match(one[2:], name) for one in rules if one.startswith("-:")):
         return False
     return bool(stored)
+
+
+def may_run_quantised_experts() -> bool:
+    """Return whether vLLM has kernels of quantised experts for this CPU, if only of some kinds."""
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+        return True
+    return current_platform.is_zen_cpu() or bool(torch.cpu._is_amx_tile_supported())
 
 
 def is_packed(stored: dict[str, Any]) -> bool:

@@ -62,7 +62,7 @@ class Checkpoint:
         request = min(self.context, LONG) / 1000 * self.kv_gigabytes()
         for name, weights in zip(PRECISIONS, self.gigabytes(), strict=True):
             if name != PRECISIONS[0] and not gpu and self.shape.get("num_experts"):
-                break  # vLLM has no quantised experts on CPUs
+                break  # most CPUs have no kernels of quantised experts
             if weights + request + OTHER <= memory:
                 return name
         return "no"

@@ -1,8 +1,11 @@
 """Test what an engine reserves on GPUs of little memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -11,6 +14,7 @@ from dllm_plugin.config.cuda_graphs import set_capture_sizes
 from dllm_plugin.config.decode import get_decode_config
 from dllm_plugin.config.memory import chunk_rows, is_small_card, usable_bytes
 from dllm_plugin.config.scheduling import set_scheduler
+from dllm_plugin.engine.worker import ranks
 from dllm_plugin.models import register_configs
 
 CHECKPOINTS = Path(__file__).parents[1] / "goldens" / "checkpoints"
@@ -105,3 +109,27 @@ def test_a_given_number_of_bytes_leaves_the_share_without_effect(
     assert usable_bytes(vllm_config) == int(0.05 * 80 * GIB)
     vllm_config.cache_config.kv_cache_memory_bytes = GIB
     assert usable_bytes(vllm_config) == 80 * GIB
+
+
+def test_ranks_on_unlike_cards_take_the_rows_of_the_smallest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two nodes whose options are the same start, and exchange equally many pieces."""
+    vllm_config = engine_on(monkeypatch, 80, 0.92)
+    ours: Any = vllm_config.additional_config
+    other = {"rows_at_once": 96}
+
+    def gather(found: list[Any], mine: dict[str, Any], group: Any) -> None:
+        found[:] = [dict(mine), mine | other]
+
+    world = SimpleNamespace(world_size=2, cpu_group=None)
+    monkeypatch.setattr(ranks, "get_world_group", lambda: world)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    ranks.compare_options(vllm_config)
+    assert get_decode_config(vllm_config).rows_at_once == 96
+    ours["dllm"]["rows_at_once"] = 64
+    ranks.compare_options(vllm_config)
+    assert get_decode_config(vllm_config).rows_at_once == 64
+    other["canvas_length"] = 8
+    with pytest.raises(ValueError, match="rank 1 was started with canvas_length 8"):
+        ranks.compare_options(vllm_config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quantised import FORMATS, pack
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 from dllm_plugin.config.quantisation import quantises_experts, runs_packed
 from dllm_plugin.models.checkpoints.layouts import Packing
@@ -170,10 +170,18 @@ def test_experts_of_four_bits_need_a_gpu(
     form: str,
     checkpoint: Callable[..., Path],
     vllm_config_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before weights load, where vLLM would find no kernel."""
+    """Or AMX, for which vLLM has kernels; refused before weights load."""
+    packed = pack(checkpoint(name), name, form)
+    x86 = CpuArchEnum.X86
+    monkeypatch.setattr(current_platform, "get_cpu_architecture", lambda: x86)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with pytest.raises(ValueError, match="experts are stored in fewer than 16 bits"):
-        vllm_config_for(pack(checkpoint(name), name, form))
+        vllm_config_for(packed, dtype="bfloat16")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    assert vllm_config_for(packed, dtype="bfloat16").model_config.is_moe
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,21 @@ def test_the_size_of_a_difference() -> None:
     assert (found.apart, found.rounding, found.near_tie) == (0.02, 0.025, True)
 
 
+def test_a_token_that_the_reference_bans_is_no_near_tie() -> None:
+    """Its logit is larger than that of the token which the reference takes."""
+    found = watch({5: 1}, {5: 2}, 1.0)
+    assert found is not None
+    assert (found.apart, found.near_tie) == (pytest.approx(7.99, abs=0.01), False)
+
+
+def test_rounding_without_a_number_is_unknown() -> None:
+    """JSON has no not-a-number."""
+    watcher = Watcher([Decided({5: 1}, {})], 10, MASK, float("nan"))
+    watcher(Step({5: 0}, {5: torch.full((4,), float("nan"))}, 1.0))
+    found = watcher.difference
+    assert found is not None and found.rounding is None and not found.near_tie
+
+
 def test_how_far_an_entropy_moves() -> None:
     """Logits that move by 0.01 towards or away from the mean move it most."""
     row = torch.randn(300, dtype=torch.float64)

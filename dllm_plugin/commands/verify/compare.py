@@ -119,7 +119,7 @@ class Difference:
     decided_by: str  # "both", "engine" or "reference"
     near_tie: bool
     apart: float | None  # two logits, or a confidence and what decides; None: unknown
-    rounding: float  # moves that so far
+    rounding: float | None  # moves that so far; None: unknown
 
 
 class Watcher:
@@ -170,7 +170,7 @@ class Watcher:
         gap, moved = sizes[position]
         sides = engine, ours, decided_by
         self.difference = Difference(
-            self.forward, position, *sides, is_near, _short(gap), moved
+            self.forward, position, *sides, is_near, _short(gap), _short(moved)
         )
 
     def _inside(self, new: dict[int, int]) -> dict[int, int]:
@@ -198,7 +198,8 @@ class Watcher:
         if row is None:
             return math.inf, self.moves
         if ours is not None and theirs is not None:
-            return float(row[ours] - row[theirs]), self.moves
+            # Below 0 is a token that the reference bans: as far away.
+            return abs(float(row[ours] - row[theirs])), self.moves
         if self.by_entropy:
             return step.closest, self.moves * _spread(row)
         # A probability moves by at most a quarter of what its logit moves by.
@@ -296,7 +297,7 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
             what = f"{spell([proposal[0]])!r} at {proposal[1]:.4f}"
         sides.append(f"{side} {takes} {what}")
     cause = "a near tie" if one.near_tie else "no near tie"
-    if one.apart is not None:
+    if one.apart is not None and one.rounding is not None:
         cause += f" ({one.apart:.2g} apart, rounding moves up to {one.rounding:.2g})"
     where = f"token {place}, forward {one.forward}"
     return f"first difference: {where}: {', '.join(sides)}: {cause}"

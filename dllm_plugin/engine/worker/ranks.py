@@ -25,14 +25,18 @@ def compare_options(vllm_config: VllmConfig) -> None:
     """Raise ValueError on every rank if a rank decodes with other options than rank 0.
 
     Every node resolves its own command line, and vLLM compares nothing between nodes that
-    `--nnodes` joins.
+    `--nnodes` joins. `rows_at_once` follows from a node's GPUs: all ranks take the smallest, since
+    they exchange results once for so many rows.
     """
     world = get_world_group()
     additional: Any = vllm_config.additional_config
-    ours = additional["dllm"] | additional["dllm"]["defaults"]
+    resolved = additional["dllm"]
+    ours = resolved | resolved["defaults"]
     ours |= {"defaults": None, "version": __version__}
     ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
     torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
+    pieces = [one.pop("rows_at_once", resolved["rows_at_once"]) for one in ranks]
+    resolved["rows_at_once"] = min(pieces)
     first = ranks[0]
     for rank, options in enumerate(ranks):
         for name in sorted(first.keys() | options.keys()):

@@ -7,9 +7,8 @@ from typing import Any
 EIGHT_BITS, FOUR_BITS = 1.0, 4.25 / 8  # bytes; four bits with a scale per 128 weights
 OF_FOUR_BITS = ("awq", "gptq", "bitsandbytes", "fp4", "int4")
 GRAPHS = 500 * 10**6  # bytes of captured CUDA graphs, an estimate
-LIBRARIES = (
-    500 * 10**6
-)  # of what libraries load onto a GPU; three engines differed by 0.1 GB
+# Of what libraries load onto a GPU; three engines differed by 0.1 GB.
+LIBRARIES = 500 * 10**6
 
 NAMES = (
     "hidden_size",
