@@ -133,3 +133,15 @@ def test_ranks_on_unlike_cards_take_the_rows_of_the_smallest(
     other["canvas_length"] = 8
     with pytest.raises(ValueError, match="rank 1 was started with canvas_length 8"):
         ranks.compare_options(vllm_config)
+
+
+def test_a_lowered_budget_still_holds_a_refresh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It must equal one of vLLM's defaults, which are raised to the context."""
+    vllm_config = engine_on(monkeypatch, 12, 0.92)
+    vllm_config.model_config.max_model_len = 4096
+    config = get_decode_config(vllm_config)
+    assert config.method.full_attention
+    set_scheduler(vllm_config, config)
+    assert vllm_config.scheduler_config.max_num_batched_tokens == 4096
