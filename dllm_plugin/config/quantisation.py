@@ -63,7 +63,7 @@ def quantises_experts(stored: dict[str, Any], layers: int) -> bool:
     rules = stored.get("dynamic") or ()  # of GPTQ; "-:" leaves out
     if any(re.match(one[2:], name) for one in rules if one.startswith("-:")):
         return False
-    return bool(stored)
+    return "quant_method" in stored
 
 
 def may_run_quantised_experts() -> bool:

@@ -33,7 +33,7 @@ class EngineSide(NamedTuple):
 
 
 def run(args: argparse.Namespace, options: dict[str, Any], texts: list[str]) -> int:
-    """Print a line per prompt and one JSON line; 0 when all agree up to near ties, else 1."""
+    """Print a line per prompt and one JSON line; 0 when both sides agree everywhere, else 1."""
     # Triton's default for float32 GEMMs is tf32, which is no rounding of float32.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     folder = folder_of(options["model"], args.trust_remote_code)

@@ -228,16 +228,10 @@ class Verdict:
         return self.theirs.tokens == self.ours.tokens
 
     @property
-    def is_same(self) -> bool:
+    def agrees(self) -> bool:
         """Return whether answer, forwards and the numbers of the first forward are the same."""
         same_path = self.theirs.forwards == self.ours.forwards
         return self.same_tokens and same_path and self.compared.first is None
-
-    @property
-    def agrees(self) -> bool:
-        """Return whether all is the same, or differs only from a near tie on."""
-        is_near = self.difference is not None and self.difference.near_tie
-        return self.is_same or (is_near and self.compared.first is None)
 
     def to_json(self) -> dict[str, Any]:
         """Return this as plain data, without texts."""
@@ -277,7 +271,7 @@ def print_prompt(number: int, verdict: Verdict, spell: Spell) -> None:
     )
     if verdict.compared.first is not None:
         _note(f"hidden states first differ at {verdict.compared.first}")
-    if verdict.difference is not None and not verdict.is_same:
+    if verdict.difference is not None and not verdict.agrees:
         _note(_sentence(verdict, verdict.difference, spell))
 
 
@@ -305,12 +299,16 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
 
 def summary(verdicts: list[Verdict]) -> str:
     """Return in a sentence how many prompts agree."""
-    agree = [one for one in verdicts if one.agrees]
-    ties = sum(not one.is_same for one in agree)
-    text = f"{len(agree)} of {len(verdicts)} prompts agree"
+    others = [one for one in verdicts if not one.agrees]
+    ties = 0
+    for one in others:
+        if one.compared.first is None and one.difference is not None:
+            ties += one.difference.near_tie
+    text = f"{len(verdicts) - len(others)} of {len(verdicts)} prompts agree"
+    if others:
+        text += f"; {ties} of {len(others)} others differ at near ties"
     if ties:
-        text += f", {ties} of them up to a near tie, which rounding explains: --dtype float32 "
-        text += "has next to none"
+        text += ", which rounding explains: --dtype float32 has next to none"
     return text
 
 
