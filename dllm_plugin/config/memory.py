@@ -12,8 +12,10 @@ from .request.arguments import MAX_WORD_TOKENS, MAX_WORDS_TOKENS
 
 CHUNK_STEP = 32  # between numbers of rows
 CHUNK_COPIES = 8
-CHUNK_SHARE = 0.03  # of the memory that vLLM may use: what copies take at most
-SMALL_CARD = 14 << 30  # bytes that vLLM may use; by default it may use more of 16 GiB
+# Of the memory that vLLM may use: what copies take at most.
+CHUNK_SHARE = 0.03
+# Bytes that vLLM may use; by default it may use more of 16 GiB.
+SMALL_CARD = 14 << 30
 ALIGNED_AT_ONCE = 1 << 22  # comparisons with bad words, of a byte each
 ALIGNED_TENSORS = 8  # as large as these, while words are aligned
 COUNTED_AT_ONCE = 1 << 18  # tokens of texts that penalties count at once

@@ -70,7 +70,8 @@ def may_run_quantised_experts() -> bool:
     """Return whether vLLM has kernels of quantised experts for this CPU, if only of some kinds."""
     if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         return True
-    return current_platform.is_zen_cpu() or bool(torch.cpu._is_amx_tile_supported())
+    has_amx = bool(torch.cpu._is_amx_tile_supported())
+    return has_amx or current_platform.is_zen_cpu()
 
 
 def is_packed(stored: dict[str, Any]) -> bool:

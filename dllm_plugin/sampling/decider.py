@@ -122,7 +122,8 @@ class Decider:
 
     def compile(self, backend: str, example: Callable[[int], StepTensors]) -> None:
         """Compile the usual policies for any number of requests, on steps `example` makes."""
-        decide = self.decide = Compiled(self.decide_plain, self.states, backend)
+        decide = Compiled(self.decide_plain, self.states, backend)
+        self.decide = decide
         config = self.states.config
         policies = StepPolicies((config.policy,), bool(config.defaults.alg_temp))
         policies = self.compiled_for = policies.with_usual(self.policy_rules)

@@ -109,7 +109,8 @@ class Proposer:
                 read = self._from_copies if is_copied else self._from_logits
                 pieces = [taken]
                 if is_copied or self._is_cut(chunk):
-                    pieces = list(split_rows(taken, self.states.config.rows_at_once))
+                    most = self.states.config.rows_at_once
+                    pieces = list(split_rows(taken, most))
                 for piece in pieces:
                     stats.append(read(piece, wanted))
                     rows.append(piece.rows_T)

@@ -118,8 +118,9 @@ class Difference:
     reference: tuple[int, float] | None
     decided_by: str  # "both", "engine" or "reference"
     near_tie: bool
-    apart: float | None  # two logits, or a confidence and what decides; None: unknown
-    rounding: float | None  # moves that so far; None: unknown
+    # Two logits, or a confidence and what decides, and how far rounding moves them; None: unknown.
+    apart: float | None
+    rounding: float | None
 
 
 class Watcher:
@@ -291,8 +292,9 @@ def _sentence(verdict: Verdict, one: Difference, spell: Spell) -> str:
             what = f"{spell([proposal[0]])!r} at {proposal[1]:.4f}"
         sides.append(f"{side} {takes} {what}")
     cause = "a near tie" if one.near_tie else "no near tie"
-    if one.apart is not None and one.rounding is not None:
-        cause += f" ({one.apart:.2g} apart, rounding moves up to {one.rounding:.2g})"
+    apart, rounding = one.apart, one.rounding
+    if apart is not None and rounding is not None:
+        cause += f" ({apart:.2g} apart, rounding moves up to {rounding:.2g})"
     where = f"token {place}, forward {one.forward}"
     return f"first difference: {where}: {', '.join(sides)}: {cause}"
 

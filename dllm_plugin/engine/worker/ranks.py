@@ -35,7 +35,8 @@ def compare_options(vllm_config: VllmConfig) -> None:
     ours |= {"defaults": None, "version": __version__}
     ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
     torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
-    pieces = [one.pop("rows_at_once", resolved["rows_at_once"]) for one in ranks]
+    own = resolved["rows_at_once"]
+    pieces = [one.pop("rows_at_once", own) for one in ranks]
     resolved["rows_at_once"] = min(pieces)
     first = ranks[0]
     for rank, options in enumerate(ranks):
