@@ -112,11 +112,8 @@ class Loop:
             options, ARCHITECTURE[shift], max_model_len, self.mask
         )
         self.config = replace(config, rows_at_once=rows_at_once)
-        self.shift, self.canvas_length, self.shard = (
-            shift,
-            self.config.canvas_length,
-            shard,
-        )
+        self.shift, self.shard = shift, shard
+        self.canvas_length = self.config.canvas_length
         # The few values that are read of vLLM's ModelConfig.
         self.model_config: Any = SimpleNamespace(
             max_model_len=max_model_len,

@@ -31,9 +31,12 @@ from .rows import RowChunk
 BACKEND = "inductor"
 # Numbers of a few requests share too little memory for torch to put them into one kernel, which it
 # would for one request least of all; there the launches of kernels take longer than the kernels.
-FUSED = {"aggressive_fusion": True, "score_fusion_memory_threshold": 0}
 # Sizes are compared when code is found, see `Compiled`; not again in each step.
-FUSED["size_asserts"] = False
+FUSED = {
+    "aggressive_fusion": True,
+    "score_fusion_memory_threshold": 0,
+    "size_asserts": False,
+}
 # Compiled code is specialised for a length of one; other lengths share the code of the second.
 WARMUP_REQUESTS = (1, 3)
 # No length of a warm-up tensor may equal another length by chance: torch would take both for one.
@@ -247,7 +250,7 @@ class Compiled:
 
     In every call torch compares all that its code was compiled for, which takes the host longer
     than the code itself. In an engine only the lengths of a step's tensors and the context change,
-    so torch compares once for each lengths. After that the code that it found is called directly.
+    so torch compares once for the same lengths. After that the code that it found is called.
 
     compared  torch's own call
     found     this code, by the context and the length of each argument

@@ -214,34 +214,6 @@ def test_an_architecture_that_does_not_fit(
     assert "is no model of DiffuPlug" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("llada", '; its model_type suggests {"architectures": ["LLaDAModelLM"]};'),
-        ("sdar", '; its model_type suggests {"architectures": ["SDARForCausalLM"]};'),
-        ("sdar_moe", '["SDARMoeForCausalLM"]};'),
-        ("Fast_dLLM_Qwen", '["Fast_dLLM_QwenForCausalLM"]};'),
-        ("mamba", "no architecture; docs/support.md"),
-        (None, "no architecture; docs/support.md"),
-    ],
-)
-def test_no_architecture(
-    kind: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Path(shutil.copytree(TINY, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text()) | {"model_type": kind}
-    del config["architectures"]
-    (model / "config.json").write_text(json.dumps(config))
-    commands = [["generate", "x", "--model", str(model)]]
-    if "suggests" in words:
-        commands.append(["serve", str(model)])
-    for command in commands:
-        assert cli.main(command) == 2
-        printed = capsys.readouterr().err
-        assert "its config.json names no architecture" in printed
-        assert words in printed and printed.count("\n") == 1
-
-
 def test_an_architecture_that_nobody_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

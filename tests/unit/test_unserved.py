@@ -1,12 +1,15 @@
-"""Checkpoints that would load as a family of ours and print wrong text."""
+"""Checkpoints that would print wrong text as a family of ours, or name no architecture."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from command_lines import TINY
 from transformers import AutoConfig
 
 from dllm_plugin import default_model
+from dllm_plugin.commands import cli
 from dllm_plugin.commands.models import check_model
 from dllm_plugin.models.checkpoints.unserved import (
     refuse_unserved,
@@ -150,3 +153,31 @@ def test_guessed_block_length_is_warned_of(
     path = checkpoint(SDAR, block_size=block_size, _name_or_path=source)
     vllm_config_for(path.rename(path.parent / "weights"))
     assert any("how long the blocks" in text for text in logged) is warned
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("llada", '; its model_type suggests {"architectures": ["LLaDAModelLM"]};'),
+        ("sdar", '; its model_type suggests {"architectures": ["SDARForCausalLM"]};'),
+        ("sdar_moe", '["SDARMoeForCausalLM"]};'),
+        ("Fast_dLLM_Qwen", '["Fast_dLLM_QwenForCausalLM"]};'),
+        ("mamba", "no architecture; docs/support.md"),
+        (None, "no architecture; docs/support.md"),
+    ],
+)
+def test_no_architecture(
+    kind: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(TINY, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text()) | {"model_type": kind}
+    del config["architectures"]
+    (model / "config.json").write_text(json.dumps(config))
+    commands = [["generate", "x", "--model", str(model)]]
+    if "suggests" in words:
+        commands.append(["serve", str(model)])
+    for command in commands:
+        assert cli.main(command) == 2
+        printed = capsys.readouterr().err
+        assert "its config.json names no architecture" in printed
+        assert words in printed and printed.count("\n") == 1
