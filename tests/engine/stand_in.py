@@ -73,6 +73,7 @@ def main() -> None:
         "folder": os.getcwd(),
         "descriptors": descriptors,
         "leads": os.getpgrp() == os.getpid(),
+        "group": os.getpgrp(),
         "cores": sorted(os.sched_getaffinity(0)),
         "blocked": sorted(waiting),
         "ignored": sorted(

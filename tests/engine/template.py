@@ -32,6 +32,7 @@ class Child:
     ended: int  # descriptor
     connection: socket.socket
     leads: bool
+    group: int  # of its stand-in: each fork leads a group of its own, with all that it starts
 
     def kill(self, number: int) -> None:
         """Signal the process, or its group where the stand-in leads one."""
@@ -76,6 +77,7 @@ class Template:
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ, self.accept)
         self.children: dict[int, Child] = {}
+        self.killed: set[int] = set()
         self.holders: set[Any] = set()
         self.hold(open(os.dup(0), "rb", 0))  # noqa: SIM115 - who started this process
         self.fork: tuple[dict[str, Any], list[int]] | None = None  # set in a fork alone
@@ -100,6 +102,11 @@ class Template:
             return
         if "arguments" not in request:
             self.hold(connection)
+            return
+        if request["group"] in self.killed:  # it started this one at its end
+            for descriptor in came:
+                os.close(descriptor)
+            connection.close()
             return
         reason = self.refusal(request)
         if reason:
@@ -149,8 +156,10 @@ class Template:
             os.setpgid(pid, pid)
         for descriptor in came:
             os.close(descriptor)
-        child = Child(pid, os.pidfd_open(pid), connection, request["leads"])
+        ended = os.pidfd_open(pid)
+        child = Child(pid, ended, connection, request["leads"], request["group"])
         self.children[pid] = child
+        self.killed.discard(pid)
         self.watch(child.ended, partial(self.finish, child))
         self.watch(connection, partial(self.hear, child))
         with contextlib.suppress(OSError):
@@ -167,7 +176,7 @@ class Template:
             holder.close()
 
     def hear(self, child: Child) -> None:
-        """Pass a signal on; a stand-in that was killed takes its fork with it."""
+        """Pass a signal on; a stand-in that was killed takes its fork and all below along."""
         if child.pid not in self.children:
             return  # both were ready at once, and its end came first
         try:
@@ -178,7 +187,19 @@ class Template:
             child.kill(number)
         if not numbers:
             self.selector.unregister(child.connection)
-            child.kill(signal.SIGKILL)
+            family = self.family(child)
+            self.killed |= {fork.pid for fork in family}
+            # None may see another end, or it would say so.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for fork in family:
+                    fork.kill(number)
+
+    def family(self, child: Child) -> list[Child]:
+        """Return a fork and all below it."""
+        found = [child]
+        for parent in found:
+            found += [c for c in self.children.values() if c.group == parent.pid]
+        return found
 
     def finish(self, child: Child) -> None:
         _, status = os.waitpid(child.pid, 0)

@@ -4,6 +4,7 @@ Commands that import vLLM meanwhile are Python's own processes; once it is impor
 and one server are, too. The others are forks.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -47,26 +48,24 @@ def front_end(server: Server) -> int:
     return int(found[1])
 
 
-def interrupted(
-    process: subprocess.Popen[bytes],
-    number: int,
-    one: int | None = None,
-    log: Path | None = None,
-) -> float:
-    """Return the seconds from a signal to the end of a process and all below it.
+def writers(log: Path) -> list[psutil.Process]:
+    """Return the processes that have a log open: whoever it was given to, and all below."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(log) in [file.path for file in process.open_files()]:
+                found.append(process)
+    return found
 
-    The signal comes from a terminal, to the whole group, or only to the process `one`. Forks are
-    no children of their stand-in: a log names them.
+
+def interrupted(
+    process: subprocess.Popen[bytes], number: int, log: Path, one: int | None = None
+) -> float:
+    """Return the seconds from a signal to the end of a process; all below it have ended then.
+
+    The signal comes from a terminal, to the whole group, or only to the process `one`.
     """
-    below = psutil.Process(process.pid).children(recursive=True)
-    if one is not None:
-        below += psutil.Process(one).children(recursive=True)
-    if log is not None:
-        pids = set(re.findall(r"\(\w+ pid=(\d+)\)", log.read_text()))
-        assert pids
-        for pid in pids:
-            below += [psutil.Process(int(pid))]
-            below += psutil.Process(int(pid)).children(recursive=True)
+    assert writers(log)
     began = time.monotonic()
     if one is None:
         os.killpg(process.pid, number)
@@ -74,7 +73,7 @@ def interrupted(
         os.kill(one, number)
     process.wait(timeout=60)
     took = time.monotonic() - began
-    _, alive = psutil.wait_procs(below, timeout=1)
+    _, alive = psutil.wait_procs(writers(log), timeout=1)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], alive
     return took
 
@@ -106,7 +105,7 @@ def interrupt_start(
     try:
         wait_for(log, words, process)
         one = None if whole_group else process.pid
-        assert interrupted(process, number, one) < SOON + SLACK
+        assert interrupted(process, number, log, one) < SOON + SLACK
     finally:
         end(process)
     assert process.returncode == 128 + number
@@ -151,7 +150,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_ctrl_c_of_an_idle_server(server: Server) -> None:
-    took = interrupted(server.process, signal.SIGINT, log=server.log)
+    took = interrupted(server.process, signal.SIGINT, server.log)
     assert took < SOON + SLACK
     assert server.process.returncode == 130
     assert "Traceback" not in server.log.read_text()
@@ -162,7 +161,7 @@ def test_ctrl_c_cuts_streams_with_a_sentence(tmp_path: Path) -> None:
     with serving(log, *UNBOUND) as server:
         streams = start_streams(server.url, 4, ENDLESS)
         process, front = server.process, front_end(server)
-        assert interrupted(process, signal.SIGINT, front, log) < SOON + SLACK
+        assert interrupted(process, signal.SIGINT, log, front) < SOON + SLACK
         join(streams, SOON)
         assert process.returncode == 130
     errors = [stream.error for stream in streams]
@@ -175,7 +174,7 @@ def test_a_second_ctrl_c_ends_at_once(server: Server) -> None:
     front = front_end(server)
     os.kill(front, signal.SIGINT)
     time.sleep(0.5)
-    assert interrupted(server.process, signal.SIGINT, front) < SOON
+    assert interrupted(server.process, signal.SIGINT, server.log, front) < SOON
     assert server.process.returncode == 130
 
 
