@@ -244,8 +244,7 @@ def _measure_published(
 
 def _check(settings: Settings, model: Model) -> None:
     """Raise ValueError for what this model or machine cannot give, before an engine starts."""
-    sizes = Sizes.of(model.config)
-    length, context = _length(settings, model), sizes.context
+    length, context = _length(settings, model), Sizes.of(model.config).context
     if length > context:
         raise ValueError(
             f"this needs a context of {length} tokens, but the model has {context}: lower "
@@ -255,11 +254,6 @@ def _check(settings: Settings, model: Model) -> None:
         autoregressive_config(model.config)
     if "hf" in settings.versus:
         published_loops.check(model.config)
-    if sizes.experts and (settings.quantization or settings.head_quantization):
-        raise ValueError(
-            "--quantization and --head-quantization are measured on dense models: the floor "
-            "has no quantised experts. Leave them out."
-        )
     engines.check_compilation(settings)
     if settings.profile and engines.on_cpu():
         raise ValueError("--profile reads a GPU's kernels: there is no GPU here.")

@@ -1,6 +1,7 @@
 """Write tiny checkpoints quantised, in formats that vLLM runs on CPUs as well."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,19 +19,25 @@ MIXTURES = (
     *("tiny-sdar-moe", "tiny-llada-moe", "tiny-rnd1"),
     *("tiny-llada2.0", "tiny-llada2.1", "tiny-llada2.2"),
 )
+ROUTER = ".mlp.gate"
 
 # vLLM's int8 kernel for CPUs with AMX takes no float32; those of other CPUs are exact with it.
 DTYPE = torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
 
-def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
-    """Rewrite a checkpoint as llm-compressor does: per-channel weights, per-token activations."""
+def quantise(
+    path: Path, name: str, kind: str, drop: str = "", experts: bool = False
+) -> Path:
+    """Rewrite a checkpoint as llm-compressor does: per-channel weights, per-token activations.
+
+    Those of experts only if asked for: vLLM has no kernel for them on CPUs.
+    """
+    plain = "re:.*mlp.*" if name in MIXTURES and not experts else rf"re:.*{ROUTER}$"
     file = path / "model.safetensors"
     tensors = {}
     for key, weight in load_file(file).items():
         module = key.removesuffix(".weight")
-        # vLLM has no quantised experts on the CPU; on GPUs they are its own affair.
-        left_out = module in SKIPPED or (name in MIXTURES and ".mlp." in module)
+        left_out = module in SKIPPED or re.match(plain.removeprefix("re:"), module)
         if weight.ndim == 2 and not left_out:
             largest = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6)
             scale = largest / LARGEST[kind]
@@ -53,10 +60,7 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "ignore": [
-            HEAD.get(name, "lm_head"),
-            *(["re:.*mlp.*"] if name in MIXTURES else []),
-        ],
+        "ignore": [HEAD.get(name, "lm_head"), plain],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -70,7 +74,6 @@ def quantise(path: Path, name: str, kind: str, drop: str = "") -> Path:
 
 
 FORMATS = ("pack-quantized", "gptq", "awq")  # of four bits
-ROUTER = ".mlp.gate"
 GROUP = 32  # inputs that share a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from forwards import forward
 from quantised import DTYPE, MIXTURES, quantise
+from safetensors.torch import load_file
+from torch.nn.functional import silu
 from vllm.config import set_current_vllm_config
 from vllm.config.quantization import resolve_quantization_config
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -78,6 +80,32 @@ def test_floor_times_the_layers_of_the_engine(
     layer = model.model.layers[0].mlp.down_proj
     _, work = engine_gemms.forward_of([layer], model.model.norm.weight, 3)
     assert work == 2 * 3 * layer.input_size * layer.output_size
+
+
+@pytest.mark.parametrize("name", ["tiny-sdar-moe", "tiny-llada2.1"])
+def test_floor_gives_experts_equal_rows(
+    name: str, load_model, checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floor, "SECONDS", 0.01)
+    model = load_model(checkpoints / name, dtype=DTYPE)
+    assert engine_gemms.time_model(model, floor.Wanted((5,)))[0][0][2] > 0
+    experts = model.model.layers[1].mlp.experts.routed_experts
+    rows = torch.randn(5, experts.hidden_size).to(DTYPE)
+    found = engine_gemms.experts_of(experts, rows)().float()
+    stored = load_file(checkpoints / name / "model.safetensors")
+    wanted = torch.zeros(found.shape)
+    for place in range(5 * experts.top_k):
+        row, number = place // experts.top_k, place % experts.global_num_experts
+        gate, up, down = (
+            stored[f"model.layers.1.mlp.experts.{number}.{part}_proj.weight"].float()
+            for part in ("gate", "up", "down")
+        )
+        x = rows[row].float()
+        wanted[row] += down @ (silu(gate @ x) * (up @ x)) / experts.top_k
+    assert (found - wanted).norm() / wanted.norm() < 0.02
+    _, work = engine_gemms.forward_of([experts], rows, 5)
+    inner = experts.intermediate_size_per_partition
+    assert work == 2 * 5 * experts.top_k * 3 * experts.hidden_size * inner
 
 
 @pytest.mark.parametrize(

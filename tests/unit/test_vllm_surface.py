@@ -14,6 +14,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.bailing_moe import BailingMoeForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -204,6 +206,12 @@ SIGNATURES = {
     "entrypoints.launchers.api_server.entry:run_server_worker": (
         "listen_address sock args client_config=None **uvicorn_kwargs"
     ),
+    "model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_modular": (
+        "self x topk_weights topk_ids shared_experts=None shared_experts_input=None"
+    ),
+    "model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_monolithic": (
+        "self x router_logits=None input_ids=None"
+    ),
     "logger:configure_logging_from_args": "args",
     "reasoning:ReasoningParserManager.list_registered": "",
     "tool_parsers:ToolParserManager.list_registered": "",
@@ -280,6 +288,11 @@ FIELDS |= {
     )
 }
 FIELDS[VocabParallelEmbedding] = "num_embeddings_per_partition"
+FIELDS[LinearBase] = "input_size output_size"
+FIELDS[RoutedExperts] = (
+    "global_num_experts hidden_size intermediate_size_per_partition local_num_experts "
+    "quant_method top_k"
+)
 PROPERTIES = {
     ModelConfig: "architecture get_head_size get_sliding_window get_vocab_size use_mla",
     ParallelConfig: "local_engines_only",

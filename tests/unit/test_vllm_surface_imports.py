@@ -32,9 +32,10 @@ vllm.inputs: TokensPrompt
 vllm.logger: configure_logging_from_args init_logger
 vllm.model_executor.layers.attention: Attention
 vllm.model_executor.layers.fused_moe.router.router_factory: create_fused_moe_router
+vllm.model_executor.layers.fused_moe.routed_experts: RoutedExperts
 vllm: _custom_ops
 vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel: FP8ScaledMMLinearKernel
-vllm.model_executor.layers.linear: LinearBase UnquantizedLinearMethod
+vllm.model_executor.layers.linear: LinearBase ReplicatedLinear UnquantizedLinearMethod
 vllm.model_executor.layers.quantization.base_config: QuantizeMethodBase
 vllm.model_executor.layers.vocab_parallel_embedding: UnquantizedEmbeddingMethod
 vllm.model_executor.utils: replace_parameter
