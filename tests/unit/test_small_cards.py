@@ -131,9 +131,11 @@ def test_ranks_on_unlike_cards_take_the_rows_of_the_smallest(
     ours["dllm"]["rows_at_once"] = 64
     ranks.compare_options(vllm_config)
     assert get_decode_config(vllm_config).rows_at_once == 64
-    other["canvas_length"] = 8
-    with pytest.raises(ValueError, match="rank 1 was started with canvas_length 8"):
-        ranks.compare_options(vllm_config)
+    for name in ("max_num_seqs", "max_num_batched_tokens", "canvas_length"):
+        other[name] = 8
+        with pytest.raises(ValueError, match=f"rank 1 was started with {name} 8, rank"):
+            ranks.compare_options(vllm_config)
+        del other[name]
 
 
 def test_a_lowered_budget_still_holds_a_refresh(

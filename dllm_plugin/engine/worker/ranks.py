@@ -31,23 +31,43 @@ def compare_options(vllm_config: VllmConfig) -> None:
     world = get_world_group()
     additional: Any = vllm_config.additional_config
     resolved = additional["dllm"]
-    ours = resolved | resolved["defaults"]
-    ours |= {"defaults": None, "version": __version__}
     ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
+    ours = shared_options(vllm_config)
     torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
     own = resolved["rows_at_once"]
     pieces = [one.pop("rows_at_once", own) for one in ranks]
     resolved["rows_at_once"] = min(pieces)
     first = ranks[0]
     for rank, options in enumerate(ranks):
-        for name in sorted(first.keys() | options.keys()):
+        for name in first | options:
             value, expected = options.get(name), first.get(name)
             if value != expected:
                 raise ValueError(
                     f"rank {rank} was started with {name} {value!r}, rank 0 with "
                     f"{expected!r}: start DiffuPlug with the same options and version on "
-                    "every node."
+                    "every node, this option too if their GPUs differ."
                 )
+
+
+def shared_options(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return the options that ranks must share: ours, and those that decide a step's sizes.
+
+    Defaults of vLLM's follow from the memory of a node's GPUs.
+    """
+    additional: Any = vllm_config.additional_config
+    resolved = additional["dllm"]
+    ours = resolved | resolved["defaults"] | {"defaults": None}
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    compilation = vllm_config.compilation_config
+    sizes = {
+        "version": __version__,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_cudagraph_capture_size": compilation.max_cudagraph_capture_size,
+    }
+    return sizes | ours
 
 
 def end_at_sigterm(seconds: float = END_SECONDS) -> None:
