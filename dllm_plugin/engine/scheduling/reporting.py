@@ -150,13 +150,14 @@ class ReportingScheduler(AsyncScheduler):
     def _reason(self, request: Request) -> FinishReason:
         """Return why a request ends.
 
-        The front end aborts a request at a stop string, as it does if a client leaves,
-        and does not report which. The request's text shows it.
+        The front end aborts a request at a stop string, as it does if a client leaves, and does
+        not report which; by then the request may have ended at its length. Its text shows it.
         """
         reason = request.get_finished_reason()
         params = request.sampling_params
         assert reason is not None and params is not None
-        if reason != FinishReason.ABORT or not params.stop:
+        may_stop = reason in (FinishReason.ABORT, FinishReason.LENGTH)
+        if not may_stop or not params.stop:
             return reason
         # vLLM has loaded this tokenizer at start.
         tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
@@ -168,8 +169,14 @@ class ReportingScheduler(AsyncScheduler):
             tokens = watch.tokens
         skips = params.skip_special_tokens
         text = tokenizer.decode(tokens, skip_special_tokens=skips)
-        found = any(stop in text for stop in params.stop)
-        return FinishReason.STOP if found else reason
+        first = tokens[
+            : params.min_tokens
+        ]  # none of them ends a stop string that counts
+        start = len(tokenizer.decode(first, skip_special_tokens=skips))
+        for stop in params.stop:
+            if stop in text[max(0, start + 1 - len(stop)) :]:
+                return FinishReason.STOP
+        return reason
 
     def make_spec_decoding_stats(
         self,
