@@ -3,6 +3,7 @@
 vLLM's own handlers do the work, and answer every request without our fields by themselves.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -103,17 +104,22 @@ def place_suffix(
     return choices
 
 
+READY_SECONDS = 10.0  # that an engine may take to answer, between two steps
 router = APIRouter()
 CHECKS = [Depends(validate_json_request)]
 
 
 @router.get("/ready")
 async def ready(raw_request: Request) -> Response:
-    """Return 200 if a request would be computed now; 503 if the engine sleeps or is paused."""
+    """Return 200 if a request would be computed now; 503 if an engine rests or does not answer."""
     client = raw_request.app.state.engine_client
     try:
-        rests = client.errored or await client.is_sleeping()
-    except RuntimeError:  # of engines of which only some sleep
+        async with asyncio.timeout(READY_SECONDS):
+            rests = client.errored or await client.is_sleeping()
+    except (
+        RuntimeError,
+        TimeoutError,
+    ):  # the first of engines of which only some sleep
         rests = True
     return Response(status_code=503 if rests else 200)
 

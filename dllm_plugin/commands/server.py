@@ -42,7 +42,7 @@ from .interrupts import INTERRUPTED, TERMINATED, Interrupts, end_now
 from .models import architecture_of, read_config, why_unserved
 from .options import check_word, flag_of
 from .phases import end_start, is_quiet, quieten, start_log
-from .server_end import CUT, DIED, POLL_SECONDS, End
+from .server_end import CUT, DIED, GRACE_SECONDS, POLL_SECONDS, End
 
 MIDDLEWARE = "dllm_plugin.commands.server.Lifecycle"
 DRAIN_SECONDS = 10  # for running requests, once the server is asked to end
@@ -180,10 +180,16 @@ class Lifecycle:
         tasks = []
 
         async def sending(message: Message) -> None:
+            begins = message["type"] == "lifespan.startup.complete"
+            if begins:
+                await end.compare_hosts()
             await send(message)
-            if message["type"] == "lifespan.startup.complete":
+            if begins:
+                # Requests that an engine has left without an answer would keep the server.
+                state.server.config.timeout_graceful_shutdown = GRACE_SECONDS
                 tasks.append(asyncio.create_task(end.cut_streams()))
                 tasks.append(asyncio.create_task(end.watch_coordinator()))
+                tasks.append(asyncio.create_task(end.watch_other_hosts()))
                 # In the place of vLLM, which handles it as SIGTERM.
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGINT, end.interrupt)

@@ -9,8 +9,10 @@ import threading
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError, RetryableRequestError
+from vllm import envs
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMServerError
 
+from dllm_plugin.config.decode import refuse_unlike, shared_options
 from dllm_plugin.decoding.families import FAMILIES
 
 from .interrupts import INTERRUPTED, end_now
@@ -22,6 +24,8 @@ CUT = (
 )
 CUT_SECONDS, END_SECONDS = 2.0, 2.3  # after a first Ctrl-C
 KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
+GRACE_SECONDS = 3  # for answers, once the server takes no more requests
+LOOK_SECONDS = 5.0  # between two questions to engines on other hosts
 COORDINATOR = "VLLM_DP_Coordinator"  # vLLM's name of the process
 
 
@@ -42,7 +46,7 @@ class End:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.interrupted = False
-        self.coordinator_died = False
+        self.died = ""  # what has, other than an engine of this host
         self.is_cut = asyncio.Event()
 
     def interrupt(self) -> None:
@@ -104,15 +108,63 @@ class End:
         while coordinators[0].is_alive():
             await asyncio.sleep(POLL_SECONDS)
         await asyncio.sleep(POLL_SECONDS)  # a signal to all processes comes here too
+        self.end_without("coordinator of the engines")
+
+    async def watch_other_hosts(self) -> None:
+        """End the server if an engine of another host no longer answers.
+
+        vLLM watches processes of this host, and its clients would wait.
+        """
+        if not self.has_other_hosts():
+            return
+        client = self.state.engine_client
+        limit = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        answers = True
+        while answers:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                async with asyncio.timeout(limit):
+                    await client.is_sleeping()
+            except RuntimeError:  # only some sleep
+                continue
+            except VLLMServerError:  # an engine of this host has died
+                return
+            except TimeoutError:
+                answers = False
+        self.end_without("engine of another host")
+
+    def has_other_hosts(self) -> bool:
+        """Return whether the server sends requests to engines of other hosts."""
+        parallel = self.state.vllm_config.parallel_config
+        if not self.has_our_model() or parallel.local_engines_only:
+            return False
+        return bool(parallel.data_parallel_size > parallel.data_parallel_size_local)
+
+    async def compare_hosts(self) -> None:
+        """End the server if an engine of another host was started with other options."""
+        if not self.has_other_hosts():
+            return
+        engines = self.state.engine_client.engine_core
+        ours = shared_options(self.state.vllm_config, with_sizes=False)
+        found = await engines.call_utility_all_async("collective_rpc", "shared_options")
+        try:
+            for replica, ranks in enumerate(found):
+                refuse_unlike(f"replica {replica}", ranks[0], "this server", ours)
+        except ValueError as error:
+            print(f"diffuplug: error: {error}", file=sys.stderr)
+            end_now(DIED)
+
+    def end_without(self, what: str) -> None:
+        """End the server because `what` has died, unless it ends already."""
         ends = self.interrupted or self.is_asked_for()
-        self.coordinator_died = not (ends or self.state.engine_client.errored)
-        if self.coordinator_died:
+        if not (ends or self.state.engine_client.errored):
+            self.died = what
             self.cut()
             os.kill(os.getpid(), signal.SIGTERM)
 
     def set_status(self) -> None:
         """Exit with status 1 if the server ends because a process of its own has died."""
-        died = "coordinator of the engines" if self.coordinator_died else None
+        died = self.died
         ends = self.interrupted or not self.has_our_model() or self.is_asked_for()
         if self.state.engine_client.errored and not ends:
             died = "engine"

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
+from dllm_plugin import __version__
 from dllm_plugin.decoding.families import FAMILIES, Family
 from dllm_plugin.decoding.full_attention import NO_TEMPLATE, limit
 from dllm_plugin.decoding.method import Method
@@ -271,3 +272,48 @@ def get_decode_config(vllm_config: VllmConfig) -> DecodeConfig:
         "structure_token_ids": tuple(resolved["structure_token_ids"]),
     }
     return DecodeConfig(**resolved | read)
+
+
+def shared_options(vllm_config: VllmConfig, with_sizes: bool) -> dict[str, str]:
+    """Return the options that replicas of a model must share, as text.
+
+    `with_sizes`: of ranks, which compute a step together; some of vLLM's defaults follow from the
+    memory of a node's GPUs.
+    """
+    additional: Any = vllm_config.additional_config
+    resolved = additional["dllm"]
+    ours = resolved | resolved["defaults"] | {"defaults": None, "rows_at_once": None}
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    theirs: dict[str, Any] = {
+        "version": __version__,
+        "dtype": model.dtype,
+        "seed": model.seed,
+        "quantization": model.quantization,
+        "cache_dtype": cache.cache_dtype,
+    }
+    if with_sizes:
+        scheduler = vllm_config.scheduler_config
+        compilation = vllm_config.compilation_config
+        theirs |= {
+            "block_size": cache.block_size,
+            "max_model_len": model.max_model_len,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "cudagraph_mode": compilation.cudagraph_mode,
+            "max_cudagraph_capture_size": compilation.max_cudagraph_capture_size,
+        }
+    return {name: repr(value) for name, value in (theirs | ours).items()}
+
+
+def refuse_unlike(
+    who: str, options: dict[str, str], whom: str, expected: dict[str, str]
+) -> None:
+    """Raise ValueError for the first of `options` that is not as expected."""
+    for name in expected | options:
+        value, wanted = options.get(name), expected.get(name)
+        if value != wanted:
+            raise ValueError(
+                f"{who} was started with {name} {value}, {whom} with {wanted}: start DiffuPlug "
+                "with the same options and version on every node, this option too if their "
+                "GPUs differ."
+            )

@@ -107,15 +107,24 @@ def killed(
     processes: list[psutil.Process],
     texts: Sequence[str],
 ) -> None:
-    """Kill a process while eight streams run; every client has an error soon, nothing is left."""
+    """Kill a process while eight streams run; every client has an error soon, nothing is left.
+
+    A balancer's question is not answered by then, which kept the server.
+    """
     streams = start_streams(server.url, 8, ENDLESS)
-    victim.send_signal(signal.SIGKILL)
+    victim.suspend()
+    address = httpx.URL(server.url)
+    balancer = socket.create_connection((address.host, address.port), PATIENCE)
+    balancer.sendall(b"GET /ready HTTP/1.1\r\nHost: test\r\n\r\n")
+    time.sleep(0.2)
+    victim.kill()
     began = time.monotonic()
     join(streams, ERROR_SECONDS)
     assert all(stream.error for stream in streams), [s.reason for s in streams]
     assert max(stream.ended for stream in streams) - began < ERROR_SECONDS
     assert_begins(streams, texts)
     assert end_of(server) not in (0, None)
+    balancer.close()
     assert_gone(processes)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/health", timeout=5)

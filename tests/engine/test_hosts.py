@@ -114,22 +114,59 @@ def test_nodes_with_different_options(tmp_path: Path) -> None:
     assert time.monotonic() - began < START_SECONDS
 
 
-def test_replicas_on_two_nodes(tmp_path: Path) -> None:
-    """Both replicas serve, and both nodes end with status 0 when they are asked to."""
-    both = [D2F, "--data-parallel-size=2", "--data-parallel-size-local=1"]
+def replicas(*first: str) -> tuple[list[str], list[str]]:
+    """Return the options of two nodes of one replica each; those of `first` are the first's."""
+    both = [*UNBOUND, "--data-parallel-size=2", "--data-parallel-size-local=1"]
     both += ["--data-parallel-address=127.0.0.1"]
     both += [f"--data-parallel-rpc-port={free_port()}"]
     second = [*both, "--data-parallel-start-rank=1", "--headless"]
+    return [*both, *first, "--api-server-count=1"], second
+
+
+def test_replicas_on_two_nodes(tmp_path: Path) -> None:
+    """Both replicas serve, and both nodes end with status 0 when they are asked to."""
+    first, second = replicas()
     jobs = [*MIXED, *MIXED]
     with (
         started(tmp_path / "second", *second) as other,
-        serving(
-            tmp_path / "first", *both, "--api-server-count=1", **ON_LOOPBACK
-        ) as server,
+        serving(tmp_path / "first", *first, **ON_LOOPBACK) as server,
     ):
-        assert ask_all(server, jobs) == [one.expected("llada")[0] for one in jobs]
+        assert ask_all(server, jobs) == [one.expected("llada", 4096)[0] for one in jobs]
         steps = server.metrics("vllm:diffusion_num_denoising_steps_total")
         assert sorted(steps) == ["0", "1"] and min(steps.values()) > 0
         for node in (server, other):
             node.process.send_signal(signal.SIGTERM)
             assert node.process.wait(timeout=END_SECONDS) == 0
+
+
+def test_replicas_with_different_options(tmp_path: Path) -> None:
+    """The node that serves ends with one sentence before it takes requests."""
+    first, second = replicas()
+    with (
+        started(tmp_path / "second", *second, "--threshold=0.7"),
+        started(tmp_path / "first", *first) as server,
+    ):
+        assert server.process.wait(timeout=START_SECONDS) == 1
+        sentence = "replica 1 was started with threshold 0.7, this server with 0.9"
+        assert f"diffuplug: error: {sentence}" in server.log.read_text()
+
+
+def test_a_replica_of_another_node_is_killed(tmp_path: Path) -> None:
+    """Nobody sees it but by its silence: clients get errors, and the server ends."""
+    first, second = replicas()
+    soon = ON_LOOPBACK | {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "5"}
+    with (
+        started(tmp_path / "second", *second) as other,
+        serving(tmp_path / "first", *first, **soon) as server,
+    ):
+        streams = start_streams(server.url, 8, ENDLESS)
+        [replica] = set(
+            re.findall(r"\(EngineCore_DP1 pid=(\d+)\)", other.log.read_text())
+        )
+        os.kill(int(replica), signal.SIGKILL)
+        join(streams, END_SECONDS)
+        assert all(stream.error for stream in streams)
+        assert server.process.wait(timeout=END_SECONDS) == 1
+        sentence = "the engine of another host has died"
+        assert sentence in server.log.read_text()
+        assert other.process.wait(timeout=END_SECONDS) == 1

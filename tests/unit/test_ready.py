@@ -18,7 +18,9 @@ def state_of(**arguments: Any) -> Any:
     model = SimpleNamespace(served_model_name="tiny", architecture="LlamaForCausalLM")
     return SimpleNamespace(
         args=SimpleNamespace(**given | arguments),
-        server=SimpleNamespace(started=False, should_exit=False),
+        server=SimpleNamespace(
+            started=False, should_exit=False, config=SimpleNamespace()
+        ),
         engine_client=SimpleNamespace(errored=False),
         vllm_config=SimpleNamespace(
             model_config=model, parallel_config=SimpleNamespace(_api_process_rank=-1)

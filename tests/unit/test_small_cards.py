@@ -118,10 +118,10 @@ def test_ranks_on_unlike_cards_take_the_rows_of_the_smallest(
     """Two nodes whose options are the same start, and exchange equally many pieces."""
     vllm_config = engine_on(monkeypatch, 80, 0.92)
     ours: Any = vllm_config.additional_config
-    other = {"rows_at_once": 96}
+    rows, other = 96, {"seed": "0"}
 
-    def gather(found: list[Any], mine: dict[str, Any], group: Any) -> None:
-        found[:] = [dict(mine), mine | other]
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        found[:] = [mine, (rows, mine[1] | other)]
 
     world = SimpleNamespace(world_size=2, cpu_group=None)
     monkeypatch.setattr(ranks, "get_world_group", lambda: world)
@@ -131,11 +131,12 @@ def test_ranks_on_unlike_cards_take_the_rows_of_the_smallest(
     ours["dllm"]["rows_at_once"] = 64
     ranks.compare_options(vllm_config)
     assert get_decode_config(vllm_config).rows_at_once == 64
-    for name in ("max_num_seqs", "max_num_batched_tokens", "canvas_length"):
-        other[name] = 8
+    for name in ("max_num_seqs", "max_num_batched_tokens", "seed", "canvas_length"):
+        kept = other.copy()
+        other[name] = "8"
         with pytest.raises(ValueError, match=f"rank 1 was started with {name} 8, rank"):
             ranks.compare_options(vllm_config)
-        del other[name]
+        other = kept
 
 
 def test_a_lowered_budget_still_holds_a_refresh(

@@ -26,7 +26,7 @@ vllm.entrypoints.cli.serve: ServeSubcommand
 vllm.entrypoints.launchers.api_server.entry: run_server_worker
 vllm.entrypoints.launchers.launcher: setup_server
 vllm.entrypoints.llm: ChatCompletionMessageParam
-vllm.exceptions: GracefulHTTPError RetryableRequestError VLLMValidationError
+vllm.exceptions: GracefulHTTPError RetryableRequestError VLLMServerError VLLMValidationError
 vllm.forward_context: set_forward_context
 vllm.inputs: TokensPrompt
 vllm.logger: configure_logging_from_args init_logger

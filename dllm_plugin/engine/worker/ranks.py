@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.gpu_worker import Worker
 
-from dllm_plugin import __version__
+from dllm_plugin.config.decode import refuse_unlike, shared_options
 
 # vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start.
 END_SECONDS = 10.0
@@ -31,43 +31,13 @@ def compare_options(vllm_config: VllmConfig) -> None:
     world = get_world_group()
     additional: Any = vllm_config.additional_config
     resolved = additional["dllm"]
-    ranks: list[dict[str, Any]] = [{} for _ in range(world.world_size)]
-    ours = shared_options(vllm_config)
+    ours = (resolved["rows_at_once"], shared_options(vllm_config, with_sizes=True))
+    ranks: list[Any] = [None] * world.world_size
     torch.distributed.all_gather_object(ranks, ours, group=world.cpu_group)
-    own = resolved["rows_at_once"]
-    pieces = [one.pop("rows_at_once", own) for one in ranks]
-    resolved["rows_at_once"] = min(pieces)
-    first = ranks[0]
-    for rank, options in enumerate(ranks):
-        for name in first | options:
-            value, expected = options.get(name), first.get(name)
-            if value != expected:
-                raise ValueError(
-                    f"rank {rank} was started with {name} {value!r}, rank 0 with "
-                    f"{expected!r}: start DiffuPlug with the same options and version on "
-                    "every node, this option too if their GPUs differ."
-                )
-
-
-def shared_options(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the options that ranks must share: ours, and those that decide a step's sizes.
-
-    Defaults of vLLM's follow from the memory of a node's GPUs.
-    """
-    additional: Any = vllm_config.additional_config
-    resolved = additional["dllm"]
-    ours = resolved | resolved["defaults"] | {"defaults": None}
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    compilation = vllm_config.compilation_config
-    sizes = {
-        "version": __version__,
-        "dtype": model.dtype,
-        "max_model_len": model.max_model_len,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-        "max_cudagraph_capture_size": compilation.max_cudagraph_capture_size,
-    }
-    return sizes | ours
+    resolved["rows_at_once"] = min(rows for rows, _ in ranks)
+    _, first = ranks[0]
+    for rank, (_, options) in enumerate(ranks):
+        refuse_unlike(f"rank {rank}", options, "rank 0", first)
 
 
 def end_at_sigterm(seconds: float = END_SECONDS) -> None:
@@ -109,3 +79,7 @@ class RankWorker(Worker):
         if not load_dummy_weights:  # ranks that elastic scaling adds get a copy
             compare_options(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def shared_options(self) -> dict[str, str]:
+        """Return the options that a server compares with its own."""
+        return shared_options(self.vllm_config, with_sizes=False)
