@@ -212,6 +212,7 @@ SIGNATURES = {
     "model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_monolithic": (
         "self x router_logits=None input_ids=None"
     ),
+    "v1.engine.core_client:AsyncMPClient.call_utility_all_async": "self method *args",
     "logger:configure_logging_from_args": "args",
     "reasoning:ReasoningParserManager.list_registered": "",
     "tool_parsers:ToolParserManager.list_registered": "",
