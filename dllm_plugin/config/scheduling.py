@@ -123,6 +123,12 @@ def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
     """Raise ValueError for what the stages of a pipeline before the last cannot follow."""
     if config.stages == 1:
         return
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if config.stages > layers:
+        raise ValueError(
+            f"pipeline_parallel_size {config.stages} is more than the model's "
+            f"{layers} layers: take {layers} at most, for each stage needs a layer."
+        )
     beside = f"cannot be combined with pipeline_parallel_size {config.stages}"
     if config.method.floats:
         raise ValueError(

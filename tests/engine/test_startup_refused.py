@@ -145,6 +145,10 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
         "worker_cls vllm.v1.worker.cpu_worker.CPUWorker cannot be combined with",
     ),
     (
+        {"pipeline_parallel_size": 4},
+        "pipeline_parallel_size 4 is more than the model's 3 layers: take 3 at most",
+    ),
+    (
         MIXTURE | {"enable_expert_parallel": True, "tensor_parallel_size": 2},
         "a mixture of experts cannot be combined with enable_expert_parallel or",
     ),
