@@ -3,6 +3,9 @@
 Refused are also adapters of requests beside a merged adapter.
 """
 
+from importlib.util import find_spec
+from typing import Any
+
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -67,6 +70,11 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
 # The first moves whole pages, keyed by the hashes of the prefix cache; the second moves all
 # pages of a prompt, of which the engine that decodes computes the last block again.
 CONNECTORS = ("OffloadingConnector", "NixlConnector")
+# vLLM's specs for the first connector.
+GPU_SPECS = (
+    "CPUOffloadingSpec",  # if none is named
+    "TieringOffloadingSpec",
+)
 
 
 def connector_of(vllm_config: VllmConfig) -> str | None:
@@ -116,6 +124,23 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
         raise ValueError(
             f"{given} bidirectional_kv_xfer: the last block of a text was never stored. Leave "
             "it out."
+        )
+    _refuse_unusable(name, extra)
+
+
+def _refuse_unusable(name: str, extra: dict[str, Any]) -> None:
+    """Raise ValueError for a connector that would end the engine once it has loaded."""
+    offloads = name == CONNECTORS[0]
+    spec = extra.get("spec_name", GPU_SPECS[0])
+    if offloads and spec in GPU_SPECS and current_platform.is_cpu():
+        raise ValueError(
+            f"kv_connector {name} with {spec} needs a GPU: leave "
+            "kv_offloading_size and kv_transfer_config out on CPUs."
+        )
+    if not offloads and find_spec("nixl") is None:
+        raise ValueError(
+            f"kv_connector {name} needs the package nixl: run "
+            "'pip install nixl', or leave kv_transfer_config out."
         )
 
 

@@ -190,7 +190,8 @@ ALL_TEXT = transfer(
         (
             "sdar",
             {"block_length": 24, "canvas_length": 48},
-            OFFLOADING | {"block_size": 32, "enable_prefix_caching": False},
+            transfer("OffloadingConnector", **EXTRA)
+            | {"block_size": 32, "enable_prefix_caching": False},
             "block_size 32 is no multiple of block_length 24: leave block_size out",
         ),
         (
