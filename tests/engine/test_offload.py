@@ -172,7 +172,12 @@ ALL_TEXT = transfer(
         ("llada", {"strategy": "dual_cache"}, OFFLOADING, AFTER),
         ("llada", {"strategy": "dual_cache"}, {"kv_offloading_size": 1}, AFTER),
         ("dream", {"strategy": "d2f"}, OFFLOADING, AFTER),
-        ("a2d-qwen3", {"strategy": "block_diffusion"}, OFFLOADING, AFTER),
+        (
+            "a2d-qwen3",
+            {"strategy": "block_diffusion"},
+            OFFLOADING,
+            "its blocks are counted from the end of the prompt, for which connectors are",
+        ),
         ("sdar", {}, transfer("ExampleConnector"), "kv_connector ExampleConnector"),
         ("sdar", {}, transfer("LMCacheConnectorV1"), "kv_connector LMCacheConnectorV1"),
         (
