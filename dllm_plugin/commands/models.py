@@ -42,6 +42,7 @@ from dllm_plugin.models.checkpoints.unserved import (
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 NEAR = 0.93  # of names that are taken for a misspelling of another
 NEAREST = 3  # architectures that a refusal names
+LISTED = "docs/models/README.md lists all"
 HUB_SECONDS = 1.5
 MEMORY_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 OF_CPUS = "On a CPU FP8 and INT4 need a checkpoint that is stored so, and experts bf16 or AMX."
@@ -171,12 +172,12 @@ def why_unserved(model: str, config: dict[str, Any]) -> str:
         why = "its config.json names no architecture"
         if ours := of_model_type(config):
             why += f"; its model_type suggests {json.dumps({'architectures': [ours]})}"
-        return f"{model} is no model of DiffuPlug: {why}; docs/support.md lists all"
+        return f"{model} is no model of DiffuPlug: {why}; {LISTED}"
     near = get_close_matches(str(architecture), ARCHITECTURES, NEAREST, cutoff=0.0)
     return (
         f"{model} is no model of DiffuPlug: its architecture is {architecture}, and the "
         f"nearest that DiffuPlug serves are {', '.join(near[:-1])} and {near[-1]}; "
-        "docs/support.md lists all"
+        + LISTED
         + did_you_mean(str(architecture), ARCHITECTURES, cutoff=NEAR)
     )
 

@@ -162,8 +162,8 @@ def test_guessed_block_length_is_warned_of(
         ("sdar", '; its model_type suggests {"architectures": ["SDARForCausalLM"]};'),
         ("sdar_moe", '["SDARMoeForCausalLM"]};'),
         ("Fast_dLLM_Qwen", '["Fast_dLLM_QwenForCausalLM"]};'),
-        ("mamba", "no architecture; docs/support.md"),
-        (None, "no architecture; docs/support.md"),
+        ("mamba", "no architecture; docs/models/README.md"),
+        (None, "no architecture; docs/models/README.md"),
     ],
 )
 def test_no_architecture(
