@@ -1,8 +1,8 @@
 """Time the GEMMs of an engine's own layers, for the floor of quantised weights.
 
 The kernels are those that vLLM chose, on weights as the engine stores them. Inputs of float8 GEMMs
-are quantised before the timing starts. Experts are one kernel of vLLM's, which quantises, activates
-and sums too; each has equally many rows.
+are quantised before the timing starts. Experts are one kernel, which quantises, activates and sums
+too; each has equally many rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def measure(llm: "LLM", wanted: Wanted, rate: float, kv_item: float) -> Floor:
 
 @torch.inference_mode()
 def time_model(model: Any, wanted: Wanted) -> Times:
-    """Time the GEMMs of all linear layers and experts of a model, and of its LM head, here."""
+    """Time the GEMMs of a model's linear layers, experts and LM head, on this rank."""
     kinds = (LinearBase, RoutedExperts)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     weight = model.model.norm.weight

@@ -111,15 +111,14 @@ CHECKS = [Depends(validate_json_request)]
 
 @router.get("/ready")
 async def ready(raw_request: Request) -> Response:
-    """Return 200 if a request would be computed now; 503 if an engine rests or does not answer."""
+    """Return 200 if a request would be computed now; 503 if an engine rests or is silent."""
     client = raw_request.app.state.engine_client
     try:
         async with asyncio.timeout(READY_SECONDS):
             rests = client.errored or await client.is_sleeping()
-    except (
-        RuntimeError,
-        TimeoutError,
-    ):  # the first of engines of which only some sleep
+    except RuntimeError:  # of engines of which only some sleep
+        rests = True
+    except TimeoutError:
         rests = True
     return Response(status_code=503 if rests else 200)
 

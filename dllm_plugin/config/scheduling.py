@@ -140,7 +140,7 @@ def _refuse_unusable(name: str, extra: dict[str, Any]) -> None:
     if offloads and spec in GPU_SPECS and current_platform.is_cpu():
         raise ValueError(
             f"kv_connector {name} with {spec} needs a GPU: leave "
-            "kv_offloading_size and kv_transfer_config out on CPUs."
+            "kv_offloading_size and kv_transfer_config out."
         )
     if not offloads and find_spec("nixl") is None:
         raise ValueError(

@@ -169,9 +169,8 @@ class ReportingScheduler(AsyncScheduler):
             tokens = watch.tokens
         skips = params.skip_special_tokens
         text = tokenizer.decode(tokens, skip_special_tokens=skips)
-        first = tokens[
-            : params.min_tokens
-        ]  # none of them ends a stop string that counts
+        # None of the first tokens ends a stop string that counts.
+        first = tokens[: params.min_tokens]
         start = len(tokenizer.decode(first, skip_special_tokens=skips))
         for stop in params.stop:
             if stop in text[max(0, start + 1 - len(stop)) :]:
