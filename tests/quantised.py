@@ -32,12 +32,12 @@ def quantise(
 
     Those of experts only if asked for: vLLM has no kernel for them on CPUs.
     """
-    plain = "re:.*mlp.*" if name in MIXTURES and not experts else rf"re:.*{ROUTER}$"
+    plain = ".*mlp.*" if name in MIXTURES and not experts else rf".*{ROUTER}$"
     file = path / "model.safetensors"
     tensors = {}
     for key, weight in load_file(file).items():
         module = key.removesuffix(".weight")
-        left_out = module in SKIPPED or re.match(plain.removeprefix("re:"), module)
+        left_out = module in SKIPPED or re.match(plain, module)
         if weight.ndim == 2 and not left_out:
             largest = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-6)
             scale = largest / LARGEST[kind]
@@ -60,7 +60,7 @@ def quantise(
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "ignore": [HEAD.get(name, "lm_head"), plain],
+        "ignore": [HEAD.get(name, "lm_head"), f"re:{plain}"],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

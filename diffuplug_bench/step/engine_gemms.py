@@ -70,7 +70,7 @@ def forward_of(layers: Sequence[nn.Module], like: Tensor, count: int) -> Forward
 
 
 def _sizes_of(layer: Any) -> tuple[float, int]:
-    """Return how many weights of a layer a row meets on this rank, and the row's numbers."""
+    """Return how many weights of a layer a row meets here, and its numbers."""
     if isinstance(layer, RoutedExperts):
         each = 3 * layer.hidden_size * layer.intermediate_size_per_partition
         here = layer.local_num_experts / layer.global_num_experts
@@ -85,7 +85,7 @@ def _sizes_of(layer: Any) -> tuple[float, int]:
 
 
 def experts_of(layer: RoutedExperts, inputs: Tensor) -> Callable[[], Any]:
-    """Return a function that gives each expert equally many rows of `inputs`, ``[T, hidden]``."""
+    """Return a function that gives experts equally many rows, of ``[T, hidden]``."""
     chosen_TK = torch.arange(len(inputs) * layer.top_k, device=inputs.device)
     chosen_TK = chosen_TK.view(-1, layer.top_k) % layer.global_num_experts
     if layer.quant_method.is_monolithic:

@@ -104,7 +104,7 @@ def place_suffix(
     return choices
 
 
-READY_SECONDS = 10.0  # that an engine may take to answer, between two steps
+READY_SECONDS = 10.0  # for an engine's answer, between two steps
 router = APIRouter()
 CHECKS = [Depends(validate_json_request)]
 
@@ -116,9 +116,8 @@ async def ready(raw_request: Request) -> Response:
     try:
         async with asyncio.timeout(READY_SECONDS):
             rests = client.errored or await client.is_sleeping()
-    except RuntimeError:  # of engines of which only some sleep
-        rests = True
-    except TimeoutError:
+    # The first is raised if only some engines sleep.
+    except (RuntimeError, TimeoutError):
         rests = True
     return Response(status_code=503 if rests else 200)
 

@@ -24,8 +24,8 @@ CUT = (
 )
 CUT_SECONDS, END_SECONDS = 2.0, 2.3  # after a first Ctrl-C
 KILL_SECONDS = 0.8  # between the error of cut streams and the end of their engine
-GRACE_SECONDS = 3  # for answers, once the server takes no more requests
-LOOK_SECONDS = 5.0  # between two questions to engines on other hosts
+GRACE_SECONDS = 3  # for answers, once no more requests are taken
+LOOK_SECONDS = 5.0  # between questions to engines on other hosts
 COORDINATOR = "VLLM_DP_Coordinator"  # vLLM's name of the process
 
 
@@ -46,7 +46,7 @@ class End:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.interrupted = False
-        self.died = ""  # what has, other than an engine of this host
+        self.died = ""  # what has, except an engine of this host
         self.is_cut = asyncio.Event()
 
     def interrupt(self) -> None:
@@ -127,7 +127,7 @@ class End:
                     await client.is_sleeping()
             except RuntimeError:  # only some sleep
                 continue
-            except VLLMServerError:  # an engine of this host has died
+            except VLLMServerError:  # an engine here has died
                 return
             except TimeoutError:
                 answers = False
@@ -141,7 +141,7 @@ class End:
         return bool(parallel.data_parallel_size > parallel.data_parallel_size_local)
 
     async def compare_hosts(self) -> None:
-        """End the server if an engine of another host was started with other options."""
+        """End the server if an engine of another host has other options."""
         if not self.has_other_hosts():
             return
         engines = self.state.engine_client.engine_core

@@ -114,13 +114,13 @@ def test_nodes_with_different_options(tmp_path: Path) -> None:
     assert time.monotonic() - began < START_SECONDS
 
 
-def replicas(*first: str) -> tuple[list[str], list[str]]:
-    """Return the options of two nodes of one replica each; those of `first` are the first's."""
+def replicas() -> tuple[list[str], list[str]]:
+    """Return the options of two nodes of one replica each."""
     both = [*UNBOUND, "--data-parallel-size=2", "--data-parallel-size-local=1"]
     both += ["--data-parallel-address=127.0.0.1"]
     both += [f"--data-parallel-rpc-port={free_port()}"]
     second = [*both, "--data-parallel-start-rank=1", "--headless"]
-    return [*both, *first, "--api-server-count=1"], second
+    return [*both, "--api-server-count=1"], second
 
 
 def test_replicas_on_two_nodes(tmp_path: Path) -> None:

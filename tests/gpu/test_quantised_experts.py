@@ -17,6 +17,7 @@ from quantised import pack, quantise
 from safetensors.torch import load_file, save_file
 from test_packed_experts import STRATEGIES
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from diffuplug_bench.step.engine_gemms import experts_of
 from dllm_plugin.commands.offline import stop_engine
@@ -24,9 +25,8 @@ from dllm_plugin.commands.offline import stop_engine
 ONLINE = ("fp8_per_channel", "fp8_per_block")
 # Largest relative errors: a GEMM of float8 has 0.04, of 4 bits 0.08 to 0.12, and experts are three.
 FORMS = {"float-quantized": 0.12, "pack-quantized": 0.3, **dict.fromkeys(ONLINE, 0.12)}
-REPEATED = (
-    4  # 32 or 64 numbers inside an expert become 128 or 256, as blocks of 128 need
-)
+# 32 or 64 numbers inside an expert become 128 or 256, as blocks of 128 need.
+REPEATED = 4
 
 
 def widened(name: str, folder: Path) -> Path:
@@ -56,9 +56,8 @@ def outputs(name: str, path: Path, **options: Any) -> Tensor:
     model = worker_of(engine).get_model()
     generator = torch.Generator().manual_seed(0)
     found = []
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            experts = layer.mlp.experts.routed_experts
+    for experts in model.modules():
+        if isinstance(experts, RoutedExperts):
             rows = torch.randn(64, experts.hidden_size, generator=generator)
             found.append(experts_of(experts, rows.to("cuda", torch.bfloat16))())
     stop_engine(engine)
