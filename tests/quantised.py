@@ -73,6 +73,29 @@ def quantise(
     return path
 
 
+# Experts of 32 or 64 numbers inside get 128 or 256: blocks have 128, and vLLM misreads experts
+# of one group.
+REPEATED = 4
+
+
+def widen(path: Path) -> Path:
+    """Rewrite a mixture to compute the same, with each number inside its experts four times."""
+    tensors = load_file(path / "model.safetensors")
+    for key, weight in tensors.items():
+        if ".experts." in key or ".shared_experts." in key:
+            inner = 1 if "down_proj" in key else 0
+            weight = weight.repeat_interleave(REPEATED, dim=inner)
+            tensors[key] = weight / REPEATED if inner else weight
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    for key in ("moe_intermediate_size", "expert_intermediate_size"):
+        if key in config:
+            config[key] *= REPEATED
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 FORMATS = ("pack-quantized", "gptq", "awq")  # of four bits
 GROUP = 32  # inputs that share a scale
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the numbers in a word

@@ -50,6 +50,40 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             f"The checkpoint's {model_config.quantization} weights of 4 bits need a CPU with "
             "AVX-512, without which vLLM has no kernel for them: serve one of 8 or 16 bits."
         )
+    if current_platform.is_cuda():
+        refuse_single_groups(vllm_config)
+
+
+def refuse_single_groups(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for packed experts of which a rank holds one group of scales.
+
+    vLLM would read these scales in a wrong order (its pull request 50196).
+    """
+    model = vllm_config.model_config
+    stored = model.model_arch_config.quantization_config or {}
+    layers = model.get_total_num_hidden_layers()
+    if not model.is_moe or not is_packed(stored):
+        return
+    if not quantises_experts(stored, layers):
+        return
+    group = stored.get("group_size")
+    if stored["quant_method"] == "compressed-tensors":
+        group = next(_schemes(stored, [layers - 1]))["weights"].group_size
+    inner = model.hf_text_config.moe_intermediate_size
+    parallel = vllm_config.parallel_config
+    if not parallel.enable_expert_parallel:
+        inner //= parallel.tensor_parallel_size
+        inner //= parallel.data_parallel_size
+    if group is not None and inner <= group:
+        raise ValueError(
+            f"Each rank would hold {inner} "
+            "numbers of an expert, "
+            f"one group of scales ({group}), "
+            "which vLLM reads in a wrong order: "
+            "take fewer ranks, "
+            "enable_expert_parallel, "
+            "or a checkpoint with smaller groups."
+        )
 
 
 def quantises_experts(stored: dict[str, Any], layers: int) -> bool:

@@ -3,7 +3,6 @@
 Whole models are no judge: a router at a near tie takes other experts after any rounding.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import pytest
 import recorded
 import torch
 from dummies import worker_of
-from engines import CHECKPOINTS
 from quantised import pack, quantise
-from safetensors.torch import load_file, save_file
-from test_packed_experts import STRATEGIES
+from test_packed_experts import STRATEGIES, wide_copy
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -25,28 +22,6 @@ from dllm_plugin.commands.offline import stop_engine
 ONLINE = ("fp8_per_channel", "fp8_per_block")
 # Largest relative errors: a GEMM of float8 has 0.04, of 4 bits 0.08 to 0.12, and experts are three.
 FORMS = {"float-quantized": 0.12, "pack-quantized": 0.3, **dict.fromkeys(ONLINE, 0.12)}
-# 32 or 64 numbers inside an expert become 128 or 256, as blocks of 128 need.
-REPEATED = 4
-
-
-def widened(name: str, folder: Path) -> Path:
-    """Write a checkpoint of the same numbers, whose experts hold each inner number four times."""
-    path = folder / f"tiny-{name}"
-    shutil.copytree(CHECKPOINTS / path.name, path)
-    tensors = load_file(path / "model.safetensors")
-    for key, weight in tensors.items():
-        if ".experts." in key or ".shared_experts." in key:
-            inner = 1 if "down_proj" in key else 0
-            weight = weight.repeat_interleave(REPEATED, dim=inner)
-            tensors[key] = weight / REPEATED if inner else weight
-    (path / "model.safetensors").unlink()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    for key in ("moe_intermediate_size", "expert_intermediate_size"):
-        if key in config:
-            config[key] *= REPEATED
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def outputs(name: str, path: Path, **options: Any) -> Tensor:
@@ -59,7 +34,8 @@ def outputs(name: str, path: Path, **options: Any) -> Tensor:
     for experts in model.modules():
         if isinstance(experts, RoutedExperts):
             rows = torch.randn(64, experts.hidden_size, generator=generator)
-            found.append(experts_of(experts, rows.to("cuda", torch.bfloat16))())
+            with torch.inference_mode():
+                found.append(experts_of(experts, rows.to("cuda", torch.bfloat16))())
     stop_engine(engine)
     return torch.stack(found).float().cpu()
 
@@ -69,7 +45,7 @@ def test_quantised_experts_compute_nearly_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    plain = widened(name, tmp_path / "plain")
+    plain = wide_copy(name, tmp_path / "plain")
     wanted = outputs(name, plain)
     for form, largest in FORMS.items():
         path, options = plain, {"quantization": form}

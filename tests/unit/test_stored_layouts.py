@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 from quantised import FORMATS, pack
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    marlin_permute_scales,
+)
 from vllm.platforms import CpuArchEnum, current_platform
 
-from dllm_plugin.config.quantisation import quantises_experts, runs_packed
+from dllm_plugin.config.quantisation import (
+    quantises_experts,
+    refuse_single_groups,
+    runs_packed,
+)
 from dllm_plugin.models.checkpoints.layouts import Packing
 from dllm_plugin.models.checkpoints.weights import CheckedWeights, Manifest
 
@@ -182,6 +189,46 @@ def test_experts_of_four_bits_need_a_gpu(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     assert vllm_config_for(packed, dtype="bfloat16").model_config.is_moe
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "inner"),
+    [
+        ("tiny-llada2.1", 1, 32),
+        ("tiny-sdar-moe", 1, None),
+        ("tiny-llada-moe", 2, 32),
+    ],
+)
+def test_experts_of_one_group_are_refused_on_gpus(
+    name: str,
+    ranks: int,
+    inner: int | None,
+    form: str,
+    checkpoint: Callable[..., Path],
+    vllm_config_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An expert has 32 or 64 numbers inside, a group 32."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    packed = pack(checkpoint(name), name, form)
+    config = vllm_config_for(packed, dtype="bfloat16")
+    config.parallel_config.tensor_parallel_size = ranks
+    if inner is None:
+        refuse_single_groups(config)
+        return
+    with pytest.raises(ValueError, match=rf"hold {inner} numbers .* \(32\)"):
+        refuse_single_groups(config)
+
+
+def test_vllm_permutes_scales_of_one_group_otherwise() -> None:
+    """The first product's scales follow the hidden size; vLLM passes the inner size."""
+    scales = torch.arange(4 * 128.0).view(4, 128)  # 128 hidden numbers in groups of 32
+    right = marlin_permute_scales(scales, size_k=128, size_n=128, group_size=32)
+    for inner, same in ((64, True), (32, False)):
+        found = marlin_permute_scales(scales, inner, size_n=128, group_size=32)
+        assert found.equal(right) == same
 
 
 @pytest.mark.parametrize(
