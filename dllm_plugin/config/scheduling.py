@@ -113,11 +113,6 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             f"{given} {served}: its keys and values depend on text after their page, so a "
             "stored page would be wrong for another request. Leave it out."
         )
-    if method.splits_prompt:  # the prefix cache hashes a page with the text after it
-        raise ValueError(
-            f"{given} {served}: its blocks are counted from the end of the prompt, for which "
-            "connectors are untested. Leave it out; prefix caching works."
-        )
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     if method.floats and not extra.get("offload_prompt_only", True):

@@ -11,7 +11,11 @@ from processes import KILLED_SOON, Server, end, free_port, serving
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
 pytest.importorskip("nixl", reason="needs nixl")
 
-MODELS = ("sdar", "llada2.1", "fast-dllm-v2", "nemotron", "idlm", "wedlm")
+MODELS = (
+    *("sdar", "llada2.1", "fast-dllm-v2"),
+    *("nemotron", "idlm", "wedlm", "a2d-qwen3"),
+)
+BLOCKS = ("--strategy", "block_diffusion")  # of A2D, which has another default
 LENGTHS = (1, 3, 4, 9, 31, 32, 33, 64, 97, 200)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 # What P decodes is dropped: one forward of one block, if its strategy reads `dllm_steps`.
@@ -40,10 +44,12 @@ def pair(
     """Return a server that prefills and a server that decodes."""
     logs = tmp_path_factory.mktemp("pair")
     folder = CHECKPOINTS / f"tiny-{model}"
+    strategy = BLOCKS if model == "a2d-qwen3" else ()
     with (
         serving(
             logs / "prefill",
             transfer("kv_producer"),
+            *strategy,
             model=folder,
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
             **KILLED_SOON,
@@ -52,6 +58,7 @@ def pair(
             logs / "decode",
             transfer("kv_consumer"),
             "--no-enable-prefix-caching",
+            *strategy,
             model=folder,
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
             **KILLED_SOON,
