@@ -62,13 +62,9 @@ def refuse_single_groups(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     stored = model.model_arch_config.quantization_config or {}
     layers = model.get_total_num_hidden_layers()
-    if not model.is_moe or not is_packed(stored):
+    if not model.is_moe or not quantises_experts(stored, layers):
         return
-    if not quantises_experts(stored, layers):
-        return
-    group = stored.get("group_size")
-    if stored["quant_method"] == "compressed-tensors":
-        group = next(_schemes(stored, [layers - 1]))["weights"].group_size
+    group = group_of_experts(stored, layers - 1)
     inner = model.hf_text_config.moe_intermediate_size
     parallel = vllm_config.parallel_config
     if not parallel.enable_expert_parallel:
@@ -84,6 +80,21 @@ def refuse_single_groups(vllm_config: VllmConfig) -> None:
             "enable_expert_parallel, "
             "or a checkpoint with smaller groups."
         )
+
+
+def group_of_experts(stored: dict[str, Any], layer: int) -> int | None:
+    """Return how many numbers of an expert's row share a scale, if activations have none."""
+    if stored["quant_method"] == "compressed-tensors":
+        scheme = next(_schemes(stored, [layer]))
+        if scheme.get("input_activations") is not None:
+            return None
+        group: int | None = scheme["weights"].group_size
+        return group
+    group = stored.get("group_size") or stored.get("q_group_size")
+    for pattern, changed in (stored.get("dynamic") or {}).items():
+        if re.match(pattern.removeprefix("+:"), EXPERTS.format(layer)):
+            return changed.get("group_size", group)
+    return group
 
 
 def quantises_experts(stored: dict[str, Any], layers: int) -> bool:
@@ -110,9 +121,10 @@ def may_run_quantised_experts() -> bool:
 
 def is_packed(stored: dict[str, Any]) -> bool:
     """Return whether a checkpoint packs weights of 4 bits, by its `quantization_config`."""
-    method = stored.get("quant_method")
-    form = stored.get("format")
-    return method in ("gptq", "awq") or form == "pack-quantized"
+    forms = {stored.get("format")}
+    for group in stored.get("config_groups", {}).values():
+        forms.add(group.get("format"))
+    return stored.get("quant_method") in PACKED or "pack-quantized" in forms
 
 
 def runs_packed() -> bool:
@@ -163,6 +175,7 @@ def _problems_of_head(kind: str, model_config: ModelConfig) -> Iterator[str]:
 REBALANCED = ("SDARMoeForCausalLM",)
 # Modules that checkpoints leave as they are, by GPTQ, AWQ and FP8.
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
+PACKED = ("gptq", "awq", "auto-round")
 EXPERTS = "model.layers.{}.mlp.experts"  # in every mixture that we have
 CHANGE = "fp8_per_channel or fp8_per_block, or weights quantised so,"
 

@@ -9,12 +9,14 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from .decode import TOKENIZER_MODE, DecodeConfig
 from .memory import is_small_card, usable_bytes
 from .request.structured_outputs import is_ours
+from .validation import shown
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -120,6 +122,13 @@ def refuse_connector(vllm_config: VllmConfig, config: DecodeConfig) -> None:
             "offload_prompt_only False cannot be combined with adaptive: keys of generated "
             "text depend on the pieces in which it was decided. Leave it out."
         )
+    if transfer is not None and transfer.kv_load_failure_policy != "fail":
+        raise ValueError(
+            f"{given} kv_load_failure_policy "
+            f"{transfer.kv_load_failure_policy!r}: "
+            "a request whose pages are lost "
+            "ends with an error. Leave it out."
+        )
     if extra.get("bidirectional_kv_xfer"):
         raise ValueError(
             f"{given} bidirectional_kv_xfer: the last block of a text was never stored. Leave "
@@ -142,6 +151,60 @@ def _refuse_unusable(name: str, extra: dict[str, Any]) -> None:
             f"kv_connector {name} needs the package nixl: run "
             "'pip install nixl', or leave kv_transfer_config out."
         )
+
+
+# What the answer of a server that prefills says of its pages.
+PULLED: dict[str, type] = {
+    "remote_block_ids": list,
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_host": str,
+    "remote_port": int,
+}
+PULLED_SIZES = ("tp_size", "dcp_size", "pp_size", "remote_block_size")
+
+
+def check_pulled_pages(
+    vllm_config: VllmConfig, given: dict[str, Any], prompt_len: int
+) -> None:
+    """Raise VLLMValidationError for `kv_transfer_params` that would end the engine."""
+    if connector_of(vllm_config) != CONNECTORS[1]:
+        return
+    reason = wrong_pages(given)
+    if reason is None and given.get("do_remote_prefill"):
+        own = vllm_config.cache_config.block_size
+        page = given.get("remote_block_size", own)
+        groups = given["remote_block_ids"]
+        fewest = min(map(len, groups), default=0)
+        held = page * fewest
+        if held < prompt_len:
+            reason = f"pages hold {held} tokens, the prompt has {prompt_len}"
+    if reason is not None:
+        raise VLLMValidationError(
+            "kv_transfer_params must be those "
+            "of the server that prefilled "
+            f"this prompt: {reason}.",
+            parameter="kv_transfer_params",
+        )
+
+
+def wrong_pages(given: dict[str, Any]) -> str | None:
+    """Return what `kv_transfer_params` lack, if anything, for a server that pulls pages."""
+    pages = given.get("remote_block_ids")
+    if not given.get("do_remote_prefill"):
+        return "do_remote_prefill is not set" if pages else None
+    named = dict(PULLED)
+    for name in PULLED_SIZES:
+        if name in given:
+            named[name] = int
+    for name, kind in named.items():
+        if not isinstance(given.get(name), kind):
+            return f"{name} is {shown(given.get(name))}"
+    for group in given["remote_block_ids"]:
+        numbers = group if isinstance(group, list) else [None]
+        if not all(isinstance(number, int) for number in numbers):
+            return f"remote_block_ids is {shown(pages)}"
+    return None
 
 
 def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:

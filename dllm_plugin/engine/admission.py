@@ -39,6 +39,7 @@ from dllm_plugin.config.request.checks import (
 from dllm_plugin.config.request.exclusions import refuse_parameters
 from dllm_plugin.config.request.parsing import arguments_of, given_arguments
 from dllm_plugin.config.request.structured_outputs import check_structured_outputs
+from dllm_plugin.config.scheduling import check_pulled_pages
 
 from .grammars.backends import check_readable, choose_guidance
 
@@ -217,6 +218,9 @@ class DiffusionRenderer(HfRenderer):
         check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
         _check_thinking(asked, params, config.mask_token_id, vocab_size)
         check_fits(self.config, config, asked, len(token_ids), params.max_tokens)
+        pulled = (params.extra_args or {}).get("kv_transfer_params")
+        if pulled is not None:
+            check_pulled_pages(self.config, pulled, len(token_ids))
         if params.bad_words or params.allowed_token_ids:
             self._check_choices(params.clone())
 

@@ -74,7 +74,7 @@ def test_names_choose_adapters_in_one_batch(
 
 
 def test_what_does_not_fit_is_refused_and_the_server_answers(
-    server: Server, tmp_path: Path
+    server: Server, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     wrong = write_adapter(
         tmp_path / "wrong", SDAR, TARGETS, base_model_name_or_path="a/other"
@@ -84,6 +84,10 @@ def test_what_does_not_fit_is_refused_and_the_server_answers(
     )
     assert refused.status_code == 500, "vLLM's own, whatever an adapter lacks"
     assert "was trained on 'a/other', but the model served is" in refused.text
+    again = {"lora_name": "first", "lora_path": str(adapters["first"])}
+    refused = server.post("load_lora_adapter", again | {"load_inplace": True})
+    assert refused.status_code == 500
+    assert "load_inplace would read the adapter again" in refused.text
     unknown = server.post("completions", {"model": "wrong", "prompt": PROMPT})
     assert unknown.status_code == 404
     assert len(answer(server, "first")) == 20

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engines import CHECKPOINTS, EngineRoom, letters, params, token_ids
@@ -147,6 +148,39 @@ def test_prefixes_of_adapters_are_not_shared(room: EngineRoom, tmp_path: Path) -
 
     assert [cached(one) for one in chosen] == [0, 0, 0]
     assert [cached(one) for one in chosen] == [96, 96, 96]
+
+
+def test_an_adapter_loaded_again_finds_no_old_pages(
+    room: EngineRoom, tmp_path: Path
+) -> None:
+    """Under its old name and path it has new weights and another number, as in a server."""
+    from vllm.lora.request import LoRARequest
+
+    folder, caching = tmp_path / "math", {"enable_prefix_caching": True}
+    llm = room.start("sdar", {}, block_size=32, **caching, **LORA)
+    inputs = {"prompt_token_ids": letters(100)}
+    for number in (next(IDS), next(IDS)):
+        write_adapter(folder, CHECKPOINTS / "tiny-sdar", ["q_proj", "v_proj"], number)
+        one = LoRARequest("math", number, str(folder))
+        assert llm.llm_engine.add_lora(one)
+        for cached in (0, 96):
+            [output] = llm.generate(inputs, params(8), lora_request=one)
+            assert output.num_cached_tokens == cached
+        llm.llm_engine.remove_lora(number)
+        shutil.rmtree(folder)
+
+
+def test_loading_in_place_is_refused(room: EngineRoom, tmp_path: Path) -> None:
+    """vLLM would read such an adapter in every step."""
+    folder = write_adapter(tmp_path / "a", CHECKPOINTS / "tiny-sdar", ["q_proj"], 1)
+    llm = room.start("sdar", {}, **LORA)
+    one = msgspec.structs.replace(request(folder), load_inplace=True)
+    with pytest.raises(ValueError, match="^load_inplace would read the adapter again"):
+        llm.llm_engine.add_lora(one)
+    inputs = {"prompt_token_ids": letters(12)}
+    [output] = llm.generate(inputs, params(8), lora_request=one)
+    assert output.outputs[0].finish_reason == "error"
+    assert tokens(llm)
 
 
 def test_adapters_come_and_go(room: EngineRoom, tmp_path: Path) -> None:

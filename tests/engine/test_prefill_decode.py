@@ -103,6 +103,23 @@ def test_answers_of_pulled_pages(pair: tuple[Server, Server], model: str) -> Non
         assert sum(decode.metrics(hits).values()) - before == length
 
 
+def test_wrong_pages_are_refused(pair: tuple[Server, Server]) -> None:
+    """They would end the engine that pulls them."""
+    prefill, decode = pair
+    given = prefilled(prefill, 9)
+    wrong = [
+        (given | {"remote_block_ids": "x"}, 9),
+        ({"do_remote_prefill": True}, 9),
+        ({"do_remote_decode": True} | given | {"do_remote_prefill": False}, 9),
+        (given, 200),
+    ]
+    for pulled, length in wrong:
+        body = {"prompt": letters(length, length), "kv_transfer_params": pulled}
+        answer = decode.post("completions", body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].endswith("kv_transfer_params")
+
+
 def test_the_prefill_server_is_killed(pair: tuple[Server, Server]) -> None:
     """A request whose pages are lost ends with an error, others go on."""
     prefill, decode = pair

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import FORMATS, pack
+from quantised import FORMATS, pack, quantise
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
     marlin_permute_scales,
 )
 from vllm.platforms import CpuArchEnum, current_platform
 
 from dllm_plugin.config.quantisation import (
+    group_of_experts,
+    is_packed,
     quantises_experts,
     refuse_single_groups,
     runs_packed,
@@ -220,6 +222,62 @@ def test_experts_of_one_group_are_refused_on_gpus(
         return
     with pytest.raises(ValueError, match=rf"hold {inner} numbers .* \(32\)"):
         refuse_single_groups(config)
+
+
+CHANNEL = PER_CHANNEL | {"group_size": None}
+WORDINGS: dict[str, dict[str, Any]] = {
+    "another format for attention": {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:.*self_attn.*"],
+                "weights": CHANNEL,
+                "format": "float-quantized",
+            },
+            "group_1": {
+                "targets": ["re:.*experts.*"],
+                "weights": GROUPED,
+                "format": "pack-quantized",
+            },
+        },
+    },
+    "experts in other groups": {
+        "quant_method": "gptq",
+        "group_size": 16,
+        "dynamic": {r"+:.*mlp\.experts.*": {"group_size": GROUP}},
+    },
+    "an old key": {"quant_method": "awq", "w_bit": 4, "q_group_size": GROUP},
+    "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": GROUP},
+}
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_groups_of_experts_have_several_wordings(wording: str) -> None:
+    stored = WORDINGS[wording]
+    assert quantises_experts(stored, 2) and is_packed(stored | {"bits": 4})
+    assert group_of_experts(stored, 1) == GROUP
+
+
+def test_stored_experts_are_not_updated_in_place(
+    checkpoint: Callable[..., Path],
+    checkpoints: Path,
+    load_model: Callable[..., Any],
+    vllm_config_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of checkpoints for GPUs: vLLM would leave out scales of experts."""
+    name = "tiny-sdar-moe"
+    model = load_model(checkpoints / name)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    model.check_packing()
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    folder = quantise(checkpoint(name), name, "float", experts=True)
+    model.vllm_config = vllm_config_for(folder, dtype="bfloat16")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    with pytest.raises(ValueError, match="^Weights of experts that are stored quant"):
+        model.check_packing()
 
 
 def test_vllm_permutes_scales_of_one_group_otherwise() -> None:

@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.carriers import pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
+from dllm_plugin.config.scheduling import wrong_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
@@ -34,6 +35,11 @@ BOUND = (
 STREAMING = (
     "Request %s ends with an error: diffusion decoding does not support streaming-input "
     "sessions; send the whole prompt at once."
+)
+IN_PLACE = (
+    "Request %s ends with an error: load_inplace "
+    "would read its adapter in every step; leave "
+    "it out, and load the adapter again."
 )
 
 
@@ -69,11 +75,22 @@ class DiffusionScheduler(GrammarScheduler):
 
     def add_request(self, request: Request) -> None:
         """Admit a request: its block length, its pages and what ends it."""
+        adapter = request.lora_request
         if request.resumable:
             # Only here vLLM shows that the prompt is a stream, and a scheduler may not raise:
             # this is vLLM's list of requests that end with an error.
             logger.error(STREAMING, shown(request.request_id))
             end_with_error(self, request.request_id)
+        if adapter is not None:
+            # vLLM hashes its name and path, under which other weights may come.
+            salt_pages(request, f"/adapter {adapter.lora_int_id}")
+            if adapter.load_inplace:
+                logger.error(IN_PLACE, shown(request.request_id))
+                end_with_error(self, request.request_id)
+        pulled = request.kv_transfer_params
+        if pulled is not None and wrong_pages(pulled) is not None:
+            # vLLM sends those of a refused request, too, and would look for pages in them.
+            request.kv_transfer_params = None
         config = self.decode_config
         asked = self.arguments_of(request)
         length = asked.block_length
@@ -280,15 +297,21 @@ class DiffusionScheduler(GrammarScheduler):
     ) -> bool:
         """Reset vLLM's prefix cache.
 
-        Under asynchronous scheduling running requests go on: vLLM would drop the step in
-        flight, which has already advanced their canvases. Without a cache no page needs
-        protection.
+        Under asynchronous scheduling running requests go on with the pages that they hold,
+        which other requests no longer find: vLLM would drop the step in flight, which has
+        already advanced their canvases.
         """
         goes_on = self.scheduler_config.async_scheduling
         preempts = reset_running_requests and not goes_on
-        done = super().reset_prefix_cache(preempts, reset_connector)
-        has_cache = self.kv_cache_manager.enable_caching
-        return done or (reset_running_requests and not has_cache)
+        if super().reset_prefix_cache(preempts, reset_connector):
+            return True
+        if not reset_running_requests:
+            return False
+        for request in self.requests.values():
+            salt_pages(request, f"/only {request.request_id}")
+        pool = self.kv_cache_manager.block_pool
+        pool.evict_blocks(set(range(pool.num_gpu_blocks)))
+        return not reset_connector or self.reset_connector_cache()
 
     def _record_start(self, req_id: str, cached_tokens: int) -> None:
         """Record with a request's counts what was cached, and the mode of its grammar."""

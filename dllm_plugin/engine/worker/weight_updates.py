@@ -27,6 +27,12 @@ class UpdatingWorker(RankWorker):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
+        if lora_request.load_inplace:
+            raise ValueError(
+                "load_inplace would read the adapter "
+                "again in every step: unload the "
+                "adapter, and load it."
+            )
         model: Any = self.get_model()
         model.check_adapter(lora_request.lora_name, lora_request.lora_path)
         return super().add_lora(lora_request)
