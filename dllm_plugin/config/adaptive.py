@@ -32,7 +32,8 @@ UNMEASURED = (
 PUBLISHED = ((r"(?i)llada-8b-base", 2), (r"(?i)sdar-8b", 6), (r"(?i)llada2\.0-mini", 6))
 # Narrowest by default, without and with block training.
 UNTRAINED_WINDOW, TRAINED_WINDOW = 8, 4
-PARTS = 4  # blocks of a default window, if several blocks may be denoised at once
+# Blocks of a default window, if several blocks may be denoised at once.
+PARTS = 4
 
 
 def check_floating(options: Options, strategy: str) -> None:

@@ -23,7 +23,8 @@ from .memory import is_small_card
 logger = init_logger("vllm.dllm_plugin")
 
 WORKER = "dllm_plugin.engine.worker.worker.DiffusionWorker"
-FINE = 64  # requests up to which floating canvases have a graph for every eighth number
+# Requests up to which floating canvases have a graph for every eighth number.
+FINE = 64
 GRAMMAR_WORKER = "dllm_plugin.engine.worker.worker.GrammarWorker"
 CPU_WORKER = "dllm_plugin.engine.worker.cpu_worker.DiffusionCPUWorker"
 OUR_WORKERS = ("auto", WORKER, GRAMMAR_WORKER, CPU_WORKER)

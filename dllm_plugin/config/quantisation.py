@@ -37,10 +37,8 @@ def refuse_quantisation(vllm_config: VllmConfig) -> None:
             "needs a GPU: leave it out, or serve a checkpoint that is stored in 8 bits."
         )
     stored = model_config.model_arch_config.quantization_config or {}
-    is_mixture_on_cpu = current_platform.is_cpu() and model_config.is_moe
-    layers = model_config.get_total_num_hidden_layers()
-    without_kernels = is_mixture_on_cpu and not may_run_quantised_experts()
-    if without_kernels and quantises_experts(stored, layers):
+    without_kernels = current_platform.is_cpu() and not may_run_quantised_experts()
+    if without_kernels and stores_experts(model_config):
         raise ValueError(
             f"The checkpoint's experts are stored in fewer than 16 bits ({stored['quant_method']})"
             ", which needs a GPU, or a CPU with AMX: serve one whose experts have 16 bits."
@@ -60,21 +58,21 @@ def refuse_single_groups(vllm_config: VllmConfig) -> None:
     vLLM would read these scales in a wrong order (its pull request 50196).
     """
     model = vllm_config.model_config
-    stored = model.model_arch_config.quantization_config or {}
-    layers = model.get_total_num_hidden_layers()
-    if not model.is_moe or not quantises_experts(stored, layers):
+    # The kernels of moe_wna16 take scales as they are.
+    if not stores_experts(model) or model.quantization == "moe_wna16":
         return
-    group = group_of_experts(stored, layers - 1)
+    stored = model.model_arch_config.quantization_config or {}
+    group = group_of_experts(stored, model.get_total_num_hidden_layers() - 1)
     inner = model.hf_text_config.moe_intermediate_size
     parallel = vllm_config.parallel_config
     if not parallel.enable_expert_parallel:
         inner //= parallel.tensor_parallel_size
         inner //= parallel.data_parallel_size
-    if group is not None and inner <= group:
+    if inner == group:
         raise ValueError(
             f"Each rank would hold {inner} "
             "numbers of an expert, "
-            f"one group of scales ({group}), "
+            "one group of scales, "
             "which vLLM reads in a wrong order: "
             "take fewer ranks, "
             "enable_expert_parallel, "
@@ -95,6 +93,13 @@ def group_of_experts(stored: dict[str, Any], layer: int) -> int | None:
         if re.match(pattern.removeprefix("+:"), EXPERTS.format(layer)):
             return changed.get("group_size", group)
     return group
+
+
+def stores_experts(model_config: ModelConfig) -> bool:
+    """Return whether a model is a mixture whose checkpoint stores its experts quantised."""
+    stored = model_config.model_arch_config.quantization_config or {}
+    layers = model_config.get_total_num_hidden_layers()
+    return model_config.is_moe and quantises_experts(stored, layers)
 
 
 def quantises_experts(stored: dict[str, Any], layers: int) -> bool:
@@ -120,7 +125,7 @@ def may_run_quantised_experts() -> bool:
 
 
 def is_packed(stored: dict[str, Any]) -> bool:
-    """Return whether a checkpoint packs weights of 4 bits, by its `quantization_config`."""
+    """Return whether a checkpoint packs weights, by its `quantization_config`."""
     forms = {stored.get("format")}
     for group in stored.get("config_groups", {}).values():
         forms.add(group.get("format"))

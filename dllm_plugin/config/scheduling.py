@@ -23,7 +23,8 @@ logger = init_logger("vllm.dllm_plugin")
 MAX_LOGPROBS = 100
 CONCURRENT_CANVASES = 64
 SMALL_CARD_REQUESTS, SMALL_CARD_TOKENS = 16, 2048  # of a step
-PAGE = 32  # tokens; CPU attention needs 32, GPUs a multiple of their default of 16
+# Tokens; CPU attention needs 32, GPUs a multiple of their default of 16.
+PAGE = 32
 SCHEDULERS = {
     "canvas": "dllm_plugin.engine.scheduling.scheduler.DiffusionScheduler",
     "refresh": "dllm_plugin.engine.scheduling.refresh_scheduler.RefreshScheduler",
@@ -69,6 +70,9 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         )
 
 
+IN_PLACE = (
+    "load_inplace would read the adapter again in every step: unload it, and load it."
+)
 # The first moves whole pages, keyed by the hashes of the prefix cache; the second moves all
 # pages of a prompt, of which the engine that decodes computes the last block again.
 CONNECTORS = ("OffloadingConnector", "NixlConnector")
@@ -164,13 +168,11 @@ PULLED: dict[str, type] = {
 PULLED_SIZES = ("tp_size", "dcp_size", "pp_size", "remote_block_size")
 
 
-def check_pulled_pages(
-    vllm_config: VllmConfig, given: dict[str, Any], prompt_len: int
-) -> None:
+def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> None:
     """Raise VLLMValidationError for `kv_transfer_params` that would end the engine."""
-    if connector_of(vllm_config) != CONNECTORS[1]:
-        return
     reason = wrong_pages(given)
+    if isinstance(given, dict) and connector_of(vllm_config) != CONNECTORS[1]:
+        return
     if reason is None and given.get("do_remote_prefill"):
         own = vllm_config.cache_config.block_size
         page = given.get("remote_block_size", own)
@@ -188,8 +190,10 @@ def check_pulled_pages(
         )
 
 
-def wrong_pages(given: dict[str, Any]) -> str | None:
+def wrong_pages(given: Any) -> str | None:
     """Return what `kv_transfer_params` lack, if anything, for a server that pulls pages."""
+    if not isinstance(given, dict):
+        return f"they are {shown(given)}"
     pages = given.get("remote_block_ids")
     if not given.get("do_remote_prefill"):
         return "do_remote_prefill is not set" if pages else None

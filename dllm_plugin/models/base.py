@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from dllm_plugin.config.decode import get_decode_config
-from dllm_plugin.config.quantisation import quantises_experts
+from dllm_plugin.config.quantisation import stores_experts
 
 from . import forgo_workspace
 from .checkpoints import lora, shapes
@@ -159,9 +159,7 @@ class DiffusionModel:
                 "Quantised weights cannot be updated in place on CPUs, where vLLM packs them "
                 "once, at load: start the engine again."
             )
-        stored = model_config.model_arch_config.quantization_config or {}
-        layers = model_config.get_total_num_hidden_layers()
-        if model_config.is_moe and quantises_experts(stored, layers):
+        if stores_experts(model_config):
             # vLLM counts some tensors of experts twice, and then leaves the last scales out.
             raise ValueError(
                 "Weights of experts that are stored "

@@ -1,10 +1,12 @@
 """Pages that vLLM's offloading connector stores and loads: the same tokens, only final pages."""
 
+from pathlib import Path
 from typing import Any
 
 import host_copy
 import pytest
 from engines import (
+    CHECKPOINTS,
     EngineRoom,
     a_prompt,
     free_pages,
@@ -15,6 +17,9 @@ from engines import (
     token_ids,
 )
 from test_stages_families import STAGES
+from test_weight_updates import TRANSFER, halves, send
+from trained_weights import trained
+from vllm.v1.core.sched.interface import PauseState
 
 pytestmark = [pytest.mark.usefixtures("template", "workers_end_soon"), pytest.mark.slow]
 
@@ -168,6 +173,35 @@ def test_aborted_texts_are_loaded(
     assert len(loaded) >= len(longer)
     plain = room.start(model, DLLM.get(model, {}), enable_prefix_caching=False)
     assert given == answers(plain, longer)
+
+
+@pytest.mark.parametrize("connector", [False, True], ids=["cache", "connector"])
+def test_frozen_requests_leave_no_pages_of_old_weights(
+    connector: bool, overlapped: bool, room: EngineRoom, tmp_path: Path
+) -> None:
+    """A paused server has no step in flight, and computes frozen requests again."""
+    new, prompt = trained(CHECKPOINTS / "tiny-sdar", tmp_path), letters(100)
+    [wanted] = answers(room.start("sdar", {}, model=str(new)), [prompt])
+    options = transfer("OffloadingConnector", **EXTRA) if connector else {}
+    options |= {"enable_prefix_caching": True, "block_size": PAGE}
+    llm = room.start("sdar", {}, async_scheduling=overlapped, **options, **TRANSFER)
+    engine = llm.llm_engine
+    engine.add_request("frozen", {"prompt_token_ids": prompt}, params(90))
+    for _ in range(8):
+        engine.step()
+    core = engine.engine_core.engine_core
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.batch_queue:
+        engine.step()
+    core.pause_scheduler("keep", True)
+    send(llm, new, *halves(new))
+    core.resume_scheduler()
+    while engine.has_unfinished_requests():
+        engine.step()
+    take_steps(llm)
+    [output] = generate(llm, [prompt], params(40))
+    assert token_ids(output) == wanted
+    assert output.num_cached_tokens == 3 * PAGE
 
 
 AFTER = "its keys and values depend on text after their page"

@@ -220,6 +220,15 @@ def test_half_of_a_surrogate_pair_is_refused(
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("given", ["", 0, [], "x"])
+def test_what_is_no_object_is_refused(server: Server, given: Any) -> None:
+    """An engine would look for keys in it."""
+    body = {"prompt": PROMPT, "vllm_xargs": {"kv_transfer_params": given}}
+    answer = server.post("completions", body)
+    assert answer.status_code == 400
+    assert "kv_transfer_params must be those of the server" in answer.text
+
+
 def test_wrong_requests_while_neighbours_finish(server: Server) -> None:
     with ThreadPoolExecutor(len(MIXED)) as pool:
         neighbours = [pool.submit(ask, server, one) for one in MIXED]

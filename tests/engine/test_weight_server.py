@@ -10,6 +10,7 @@ import weight_files
 from engines import CHECKPOINTS, EngineRoom, generate, letters, params, token_ids
 from processes import HERE, Server, serving
 from safetensors.torch import load_file
+from streams import Stream, slow_request
 from trained_weights import trained
 
 pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
@@ -70,6 +71,25 @@ def test_a_trainer_sends_halves(server: Server, room: EngineRoom, new: Path) -> 
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "step 7"}
     update(server, SDAR, names, version="step 0")
     assert answer(server) == before
+
+
+def test_frozen_requests_go_on(server: Server) -> None:
+    """Their pages are computed again, so that nobody finds those of old weights."""
+    bodies = [slow_request(index, 120) for index in range(3)]
+    wanted = [server.post("completions", body).json() for body in bodies]
+    streams = [Stream(body) for body in bodies]
+    for stream in streams:
+        stream.start(server.url)
+    for stream in streams:
+        assert stream.started.wait(60)
+    frozen = control(server, "pause?mode=keep")
+    assert frozen.status_code == 200, frozen.text
+    assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
+    assert not any(stream.ended for stream in streams)
+    assert control(server, "resume").status_code == 200
+    for stream, whole in zip(streams, wanted, strict=True):
+        stream.thread.join(120)
+        assert stream.text == whole["choices"][0]["text"], stream.error
 
 
 def test_half_an_update_is_an_error_and_the_server_answers(

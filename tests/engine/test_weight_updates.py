@@ -182,37 +182,6 @@ def test_kept_prefixes_are_those_of_the_old_weights(
     assert (after.num_cached_tokens, token_ids(after)) == (0, wanted)
 
 
-def test_frozen_requests_keep_their_pages_to_themselves(
-    overlapped: bool, room: EngineRoom
-) -> None:
-    """vLLM's `/pause` with `mode` `keep` clears the cache while requests run."""
-    options = {"enable_prefix_caching": True, "block_size": 32}
-    llm = room.start("sdar", {}, async_scheduling=overlapped, **options)
-    prompt = letters(100)
-    wanted = token_ids(generate(llm, [prompt], params(90))[0])
-    assert llm.reset_prefix_cache()
-    engine = llm.llm_engine
-    engine.add_request("frozen", {"prompt_token_ids": prompt}, params(90))
-    for step in range(200):
-        for output in engine.step():
-            found = token_ids(output)
-        if step == 8:
-            core = engine.engine_core.engine_core
-            core.pause_scheduler("keep", True)
-            core.resume_scheduler()
-            assert engine.has_unfinished_requests()
-        if not engine.has_unfinished_requests():
-            break
-    assert found == wanted
-    if not overlapped:
-        return  # its pages are computed again
-    for cached in (0, 96):
-        [output] = generate(llm, [prompt], params(1))
-        assert output.num_cached_tokens == cached
-    [longer] = generate(llm, [prompt + wanted], params(1))
-    assert longer.num_cached_tokens == 96
-
-
 def test_quantised_weights_are_refused_on_cpus(
     room: EngineRoom, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_plugin.config.carriers import pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
-from dllm_plugin.config.scheduling import wrong_pages
+from dllm_plugin.config.scheduling import IN_PLACE, wrong_pages
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
@@ -36,11 +36,7 @@ STREAMING = (
     "Request %s ends with an error: diffusion decoding does not support streaming-input "
     "sessions; send the whole prompt at once."
 )
-IN_PLACE = (
-    "Request %s ends with an error: load_inplace "
-    "would read its adapter in every step; leave "
-    "it out, and load the adapter again."
-)
+FAILED = "Request %s ends with an error: %s"
 
 
 class DiffusionScheduler(GrammarScheduler):
@@ -85,7 +81,7 @@ class DiffusionScheduler(GrammarScheduler):
             # vLLM hashes its name and path, under which other weights may come.
             salt_pages(request, f"/adapter {adapter.lora_int_id}")
             if adapter.load_inplace:
-                logger.error(IN_PLACE, shown(request.request_id))
+                logger.error(FAILED, shown(request.request_id), IN_PLACE)
                 end_with_error(self, request.request_id)
         pulled = request.kv_transfer_params
         if pulled is not None and wrong_pages(pulled) is not None:
@@ -297,21 +293,15 @@ class DiffusionScheduler(GrammarScheduler):
     ) -> bool:
         """Reset vLLM's prefix cache.
 
-        Under asynchronous scheduling running requests go on with the pages that they hold,
-        which other requests no longer find: vLLM would drop the step in flight, which has
-        already advanced their canvases.
+        Beside a step in flight, which a paused server does not have, running requests go on:
+        vLLM would drop that step, which has already advanced their canvases. If requests share
+        no pages, no page needs protection.
         """
-        goes_on = self.scheduler_config.async_scheduling
-        preempts = reset_running_requests and not goes_on
-        if super().reset_prefix_cache(preempts, reset_connector):
-            return True
-        if not reset_running_requests:
-            return False
-        for request in self.requests.values():
-            salt_pages(request, f"/only {request.request_id}")
-        pool = self.kv_cache_manager.block_pool
-        pool.evict_blocks(set(range(pool.num_gpu_blocks)))
-        return not reset_connector or self.reset_connector_cache()
+        in_flight = any(request.num_in_flight_tokens for request in self.running)
+        preempts = reset_running_requests and not in_flight
+        done = super().reset_prefix_cache(preempts, reset_connector)
+        share = self.kv_cache_manager.enable_caching or self.connector is not None
+        return done or (reset_running_requests and not share)
 
     def _record_start(self, req_id: str, cached_tokens: int) -> None:
         """Record with a request's counts what was cached, and the mode of its grammar."""

@@ -19,6 +19,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
+from dllm_plugin.config.scheduling import IN_PLACE
+
 from .ranks import RankWorker
 
 
@@ -28,11 +30,7 @@ class UpdatingWorker(RankWorker):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
         if lora_request.load_inplace:
-            raise ValueError(
-                "load_inplace would read the adapter "
-                "again in every step: unload the "
-                "adapter, and load it."
-            )
+            raise ValueError(IN_PLACE)
         model: Any = self.get_model()
         model.check_adapter(lora_request.lora_name, lora_request.lora_path)
         return super().add_lora(lora_request)
