@@ -57,13 +57,13 @@ OBJECT = re.compile(r"a valid dictionary.*")
 LIST = re.compile(r"iterable$")
 REFUSAL = "refusal"
 GRAMMARS = re.compile(
-    rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{'
+    rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{|\\u00[0-7]'
 )
 SUSPECT = re.compile(
     rb'"(?:structured_outputs|stream_options|refusal|created_by|tool_choice|dllm_\w+)"'
     + f'|"(?:{"|".join(sorted(LOOKED_FOR))})"'.encode()
     + rb'|"(?:messages|tools|tool_calls)"\s*:\s*[^\s\[]|"messages"\s*:\s*\[\s*\['
-    rb"|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
+    rb"|\\u[dD][89a-fA-F]|\\u00[0-7]|\xed[\xa0-\xbf]|:\s*\[\s*\]|\d{19}"
 )
 # Parts of messages that only /v1/messages has.
 OF_ANTHROPIC = re.compile(rb'"type"\s*:\s*"(?:tool_use|tool_result|image)"')

@@ -165,7 +165,7 @@ PULLED: dict[str, type] = {
     "remote_host": str,
     "remote_port": int,
 }
-PULLED_SIZES = ("tp_size", "dcp_size", "pp_size", "remote_block_size")
+PULLED_SIZES = ("tp_size", "dcp_size", "pp_size")
 
 
 def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> None:
@@ -174,8 +174,7 @@ def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> 
     if isinstance(given, dict) and connector_of(vllm_config) != CONNECTORS[1]:
         return
     if reason is None and given.get("do_remote_prefill"):
-        own = vllm_config.cache_config.block_size
-        page = given.get("remote_block_size", own)
+        page = vllm_config.cache_config.block_size
         groups = given["remote_block_ids"]
         fewest = min(map(len, groups), default=0)
         held = page * fewest
@@ -197,17 +196,19 @@ def wrong_pages(given: Any) -> str | None:
     pages = given.get("remote_block_ids")
     if not given.get("do_remote_prefill"):
         return "do_remote_prefill is not set" if pages else None
-    named = dict(PULLED)
-    for name in PULLED_SIZES:
-        if name in given:
-            named[name] = int
-    for name, kind in named.items():
+    if "remote_block_size" in given:
+        return "they hold remote_block_size"
+    for name, kind in PULLED.items():
         if not isinstance(given.get(name), kind):
             return f"{name} is {shown(given.get(name))}"
+    for name in PULLED_SIZES:
+        if not isinstance(given.get(name, 1), int):
+            return f"{name} is {shown(given[name])}"
     for group in given["remote_block_ids"]:
         numbers = group if isinstance(group, list) else [None]
-        if not all(isinstance(number, int) for number in numbers):
-            return f"remote_block_ids is {shown(pages)}"
+        for number in numbers:
+            if type(number) is not int or not 0 <= number < 2**31:
+                return f"remote_block_ids is {shown(pages)}"
     return None
 
 

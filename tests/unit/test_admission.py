@@ -20,6 +20,7 @@ from dllm_plugin.engine.admission import request_rules
 RULES = request_rules(resolve(Options(), "LLaDAModelLM", 512, 300))
 # What vLLM's beam search asks for, but for the log-probabilities of its width.
 BEAM = {"max_tokens": 1, "logprobs": 4, "watermarking": False, "detokenize": False}
+HUGE = StructuredOutputsParams(json={"type": "integer", "maximum": 10**30})
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ BEAM = {"max_tokens": 1, "logprobs": 4, "watermarking": False, "detokenize": Fal
             "min_tokens",
         ),
         (BEAM, "use_beam_search is not supported"),
+        ({"stream_interval": 2**64}, "stream_interval must fit in 64 bits"),
+        ({"structured_outputs": HUGE}, "structured_outputs must fit in 64 bits"),
         ({"extra_args": {"dllm_steps": 3_000_000_000}}, "dllm_steps"),
     ],
 )

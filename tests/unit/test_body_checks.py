@@ -92,6 +92,12 @@ def test_refused(body: object, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+def test_escaped_names_are_read() -> None:
+    body = rb'{"prompt": "a", "\u0064llm_policy": "entropy"}'
+    with pytest.raises(ValueError, match="dllm_policy has no effect beside"):
+        check_body(body, "/v1/completions")
+
+
 @pytest.mark.parametrize("body", TAKEN, ids=ascii)
 def test_taken(body: object) -> None:
     check_body(json.dumps(body).encode(), "/v1/completions")

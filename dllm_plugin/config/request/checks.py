@@ -143,6 +143,15 @@ def _check_limits(params: SamplingParams) -> None:
     # vLLM's messages to its engine hold 64 bits; other integers are bounded elsewhere.
     if params.top_k >= 2**63:
         raise ValueError(f"top_k must be at most 2**63 - 1, got {shown(params.top_k)}.")
+    asked = params.structured_outputs
+    numbers = {
+        "stream_interval": params.stream_interval,
+        "structured_outputs": asked and asked.json,
+    }
+    for name, value in numbers.items():
+        for leaf in leaves_of(value):
+            if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+                raise ValueError(f"{name} must fit in 64 bits, got {shown(leaf)}.")
 
 
 def check_bad_words(words: Sequence[Sequence[int]]) -> None:
