@@ -8,15 +8,18 @@ lists facts, fields and functions; a test compares it with both files.
 Shape letters: C canvas positions, P output positions.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from .validation import shown
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+    from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 NO_TOKEN = -1  # id of a masked position
@@ -254,3 +257,47 @@ def pack_positions(counts: "RequestSpecDecodeMetrics", computed: int) -> None:
 def unpack_positions(counts: "RequestSpecDecodeMetrics") -> int:
     """Return how many positions were computed for a request."""
     return counts.num_draft_tokens
+
+
+# Pages of another server: front end to scheduler, in this argument of a request.
+
+TRANSFER = "kv_transfer_params"
+# What the answer of a server that prefills says of its pages.
+PULLED: dict[str, type] = {
+    "remote_block_ids": list,
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_host": str,
+    "remote_port": int,
+}
+PULLED_SIZES = ("tp_size", "dcp_size", "pp_size")
+
+
+def wrong_pages(given: Any) -> str | None:
+    """Return what `kv_transfer_params` lack for a server that pulls pages; None if nothing."""
+    if not isinstance(given, dict):
+        return f"they are {shown(given)}"
+    pages = given.get("remote_block_ids")
+    if not given.get("do_remote_prefill"):
+        return "do_remote_prefill is not set" if pages else None
+    if "remote_block_size" in given:
+        return "they hold remote_block_size"
+    for name, kind in PULLED.items():
+        if not isinstance(given.get(name), kind):
+            return f"{name} is {shown(given.get(name))}"
+    for name in PULLED_SIZES:
+        if not isinstance(given.get(name, 1), int):
+            return f"{name} is {shown(given[name])}"
+    for group in given["remote_block_ids"]:
+        numbers = group if isinstance(group, list) else [None]
+        for number in numbers:
+            if type(number) is not int or not 0 <= number < 2**31:
+                return f"remote_block_ids is {shown(pages)}"
+    return None
+
+
+def drop_wrong_pages(request: "Request") -> None:
+    """Forget pages that vLLM could not look up; it sends those of a refused request, too."""
+    given = request.kv_transfer_params
+    if given is not None and wrong_pages(given) is not None:
+        request.kv_transfer_params = None

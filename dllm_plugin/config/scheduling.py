@@ -13,10 +13,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from .carriers import TRANSFER, wrong_pages
 from .decode import TOKENIZER_MODE, DecodeConfig
 from .memory import is_small_card, usable_bytes
 from .request.structured_outputs import is_ours
-from .validation import shown
 
 logger = init_logger("vllm.dllm_plugin")
 
@@ -157,19 +157,8 @@ def _refuse_unusable(name: str, extra: dict[str, Any]) -> None:
         )
 
 
-# What the answer of a server that prefills says of its pages.
-PULLED: dict[str, type] = {
-    "remote_block_ids": list,
-    "remote_engine_id": str,
-    "remote_request_id": str,
-    "remote_host": str,
-    "remote_port": int,
-}
-PULLED_SIZES = ("tp_size", "dcp_size", "pp_size")
-
-
 def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> None:
-    """Raise VLLMValidationError for `kv_transfer_params` that would end the engine."""
+    """Raise VLLMValidationError for pages of a server that would end the engine."""
     reason = wrong_pages(given)
     if isinstance(given, dict) and connector_of(vllm_config) != CONNECTORS[1]:
         return
@@ -182,34 +171,11 @@ def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> 
             reason = f"pages hold {held} tokens, the prompt has {prompt_len}"
     if reason is not None:
         raise VLLMValidationError(
-            "kv_transfer_params must be those "
+            f"{TRANSFER} must be those "
             "of the server that prefilled "
             f"this prompt: {reason}.",
-            parameter="kv_transfer_params",
+            parameter=TRANSFER,
         )
-
-
-def wrong_pages(given: Any) -> str | None:
-    """Return what `kv_transfer_params` lack, if anything, for a server that pulls pages."""
-    if not isinstance(given, dict):
-        return f"they are {shown(given)}"
-    pages = given.get("remote_block_ids")
-    if not given.get("do_remote_prefill"):
-        return "do_remote_prefill is not set" if pages else None
-    if "remote_block_size" in given:
-        return "they hold remote_block_size"
-    for name, kind in PULLED.items():
-        if not isinstance(given.get(name), kind):
-            return f"{name} is {shown(given.get(name))}"
-    for name in PULLED_SIZES:
-        if not isinstance(given.get(name, 1), int):
-            return f"{name} is {shown(given[name])}"
-    for group in given["remote_block_ids"]:
-        numbers = group if isinstance(group, list) else [None]
-        for number in numbers:
-            if type(number) is not int or not 0 <= number < 2**31:
-                return f"remote_block_ids is {shown(pages)}"
-    return None
 
 
 def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:

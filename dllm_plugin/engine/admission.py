@@ -18,6 +18,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
+from dllm_plugin.config.carriers import TRANSFER
 from dllm_plugin.config.decode import Case, DecodeConfig, get_decode_config
 from dllm_plugin.config.request.arguments import (
     END_THINK,
@@ -218,7 +219,7 @@ class DiffusionRenderer(HfRenderer):
         check_given_tokens(TARGETS, asked.targets or (0,), vocab_size)
         _check_thinking(asked, params, config.mask_token_id, vocab_size)
         check_fits(self.config, config, asked, len(token_ids), params.max_tokens)
-        pulled = (params.extra_args or {}).get("kv_transfer_params")
+        pulled = (params.extra_args or {}).get(TRANSFER)
         if pulled is not None:
             check_pulled_pages(self.config, pulled, len(token_ids))
         if params.bad_words or params.allowed_token_ids:

@@ -14,9 +14,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_plugin.config.carriers import pack_start
+from dllm_plugin.config.carriers import drop_wrong_pages, pack_start
 from dllm_plugin.config.request.arguments import GRAMMAR_MODES, Template
-from dllm_plugin.config.scheduling import IN_PLACE, wrong_pages
+from dllm_plugin.config.scheduling import IN_PLACE
 from dllm_plugin.config.validation import shown
 from dllm_plugin.config.worker_carriers import pack_departures
 from dllm_plugin.engine.platforms import end_with_error, end_with_parent
@@ -83,10 +83,7 @@ class DiffusionScheduler(GrammarScheduler):
             if adapter.load_inplace:
                 logger.error(FAILED, shown(request.request_id), IN_PLACE)
                 end_with_error(self, request.request_id)
-        pulled = request.kv_transfer_params
-        if pulled is not None and wrong_pages(pulled) is not None:
-            # vLLM sends those of a refused request, too, and would look for pages in them.
-            request.kv_transfer_params = None
+        drop_wrong_pages(request)
         config = self.decode_config
         asked = self.arguments_of(request)
         length = asked.block_length
