@@ -33,8 +33,8 @@ BOUND = (
     "of %d positions and a prompt."
 )
 STREAMING = (
-    "Request %s ends with an error: diffusion decoding does not support streaming-input "
-    "sessions; send the whole prompt at once."
+    "diffusion decoding does not support streaming-input sessions; send the whole "
+    "prompt at once."
 )
 FAILED = "Request %s ends with an error: %s"
 
@@ -75,7 +75,7 @@ class DiffusionScheduler(GrammarScheduler):
         if request.resumable:
             # Only here vLLM shows that the prompt is a stream, and a scheduler may not raise:
             # this is vLLM's list of requests that end with an error.
-            logger.error(STREAMING, shown(request.request_id))
+            logger.error(FAILED, shown(request.request_id), STREAMING)
             end_with_error(self, request.request_id)
         if adapter is not None:
             # vLLM hashes its name and path, under which other weights may come.
