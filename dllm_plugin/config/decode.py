@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 
@@ -301,6 +302,7 @@ def shared_options(vllm_config: VllmConfig, with_sizes: bool) -> dict[str, str]:
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "cudagraph_mode": compilation.cudagraph_mode,
             "max_cudagraph_capture_size": compilation.max_cudagraph_capture_size,
+            "VLLM_PP_LAYER_PARTITION": envs.VLLM_PP_LAYER_PARTITION,
         }
     return {name: repr(value) for name, value in (theirs | ours).items()}
 

@@ -178,16 +178,34 @@ def check_pulled_pages(vllm_config: VllmConfig, given: Any, prompt_len: int) -> 
         )
 
 
-def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
-    """Raise ValueError for what the stages of a pipeline before the last cannot follow."""
-    if config.stages == 1:
-        return
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    if config.stages > layers:
+def refuse_partition(layers: int, stages: int) -> None:
+    """Raise ValueError if the layers cannot be divided among the stages of a pipeline."""
+    if stages > layers:
         raise ValueError(
-            f"pipeline_parallel_size {config.stages} is more than the model's "
+            f"pipeline_parallel_size {stages} is more than the model's "
             f"{layers} layers: take {layers} at most, for each stage needs a layer."
         )
+    given = envs.VLLM_PP_LAYER_PARTITION
+    if given is None:
+        return
+    parts = given.split(",")
+    numbers = [int(part) for part in parts if part.strip().isdecimal()]
+    named = len(parts) == len(numbers) == stages
+    if named and sum(numbers) == layers and min(numbers) > 0:
+        return
+    raise ValueError(
+        f"VLLM_PP_LAYER_PARTITION {given!r} does not divide the model's {layers} layers "
+        f"among pipeline_parallel_size {stages}: write a number of at least 1 for each "
+        f"stage, {layers} in all, or unset it."
+    )
+
+
+def refuse_with_stages(vllm_config: VllmConfig, config: DecodeConfig) -> None:
+    """Raise ValueError for what the stages of a pipeline before the last cannot follow."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    refuse_partition(layers, config.stages)
+    if config.stages == 1:
+        return
     beside = f"cannot be combined with pipeline_parallel_size {config.stages}"
     if config.method.floats:
         raise ValueError(

@@ -37,7 +37,7 @@ ON_LOOPBACK = KILLED_SOON | {
 
 
 @contextlib.contextmanager
-def started(log: Path, *options: str) -> Iterator[Server]:
+def started(log: Path, *options: str, **given: str) -> Iterator[Server]:
     """Start `diffuplug serve`; does not wait until it is ready."""
     command = serve_command(free_port(), *options)
     with log.open("wb") as file:
@@ -45,7 +45,7 @@ def started(log: Path, *options: str) -> Iterator[Server]:
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=environment(**ON_LOOPBACK),
+            env=environment(**ON_LOOPBACK, **given),
         )
     try:
         yield Server("", log, process)
@@ -97,20 +97,34 @@ def test_two_nodes(tmp_path: Path) -> None:
         assert other.process.wait(timeout=END_SECONDS) == 1
 
 
-def test_nodes_with_different_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--threshold=0.7", "threshold 0.7, rank 0 with 0.9: start"),
+        ("VLLM_PP_LAYER_PARTITION=1,2", "VLLM_PP_LAYER_PARTITION '1,2', rank 0 with"),
+    ],
+)
+def test_nodes_with_different_options(
+    options: str, sentence: str, tmp_path: Path
+) -> None:
     """One sentence on both nodes, which end before they load weights."""
-    first, second = nodes(D2F)
-    second.append("--threshold=0.7")
+    first, second = nodes(D2F, "--tensor-parallel-size=1", "--pipeline-parallel-size=2")
+    given = {}
+    if options.startswith("--"):
+        second.append(options)
+    else:
+        name, value = options.split("=")
+        given[name] = value
     began = time.monotonic()
     with (
-        started(tmp_path / "second", *second) as other,
+        started(tmp_path / "second", *second, **given) as other,
         started(tmp_path / "first", *first) as server,
     ):
         for node in (server, other):
             assert node.process.wait(timeout=START_SECONDS) not in (0, None)
             lines = node.log.read_text().splitlines()
-            sentence = "rank 1 was started with threshold 0.7, rank 0 with 0.9: start"
-            assert any(f"ValueError: {sentence}" in line for line in lines)
+            wanted = f"ValueError: rank 1 was started with {sentence}"
+            assert any(wanted in line for line in lines)
     assert time.monotonic() - began < START_SECONDS
 
 

@@ -179,13 +179,25 @@ def test_adapters(room: EngineRoom, tmp_path: Path) -> None:
         assert adapted(room.start("sdar", dllm, **more, **STAGES), chosen) == wanted
 
 
-def test_four_stages(room: EngineRoom, tmp_path: Path) -> None:
-    """A layer each."""
+def layers_of_stages(llm: Any) -> list[int]:
+    """Of how many layers each stage has keys."""
+    return llm.collective_rpc(lambda worker: len(worker.model_runner.kv_caches))
+
+
+def test_layers_of_stages(
+    room: EngineRoom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer each, and as vLLM's variable divides them."""
     folder = made_checkpoints.make_a2d(tmp_path / "a2d", "Qwen2", num_hidden_layers=4)
     options = {"model": str(folder), "async_scheduling": True}
     prompts = [letters(length, length) for length in (1, 32, 70, 5)]
-    found = []
-    for more in ({}, STAGES | {"pipeline_parallel_size": 4}):
+
+    def run(**more: Any) -> tuple[Any, list[int]]:
         llm = room.start("a2d-qwen2", test_grid_goldens.CANVAS, **options, **more)
-        found.append(results(generate(llm, prompts, params(24))))
-    assert found[0] == found[1]
+        return results(generate(llm, prompts, params(24))), layers_of_stages(llm)
+
+    wanted, _ = run()
+    four = STAGES | {"pipeline_parallel_size": 4}
+    assert run(**four) == (wanted, [1, 1, 1, 1])
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert run(**STAGES) == (wanted, [3, 1])

@@ -287,6 +287,19 @@ def test_widths_by_load_are_not_batch_invariant(
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [("2,1", 1), ("1,1,1", 2), ("2,2", 2), ("3,0", 2), ("a,3", 2), ("", 2)],
+)
+def test_layers_divided_in_vain(
+    given: str, stages: int, room: EngineRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", given)
+    said = reason(room, pipeline_parallel_size=stages)
+    sentence = f"VLLM_PP_LAYER_PARTITION {given!r} does not divide the model's 3 layers"
+    assert sentence in said and f"pipeline_parallel_size {stages}: write" in said
+
+
 @pytest.mark.skipif(len(get_visible_memory_node()) > 1, reason="a NUMA node a rank")
 @pytest.mark.parametrize(
     "command",
