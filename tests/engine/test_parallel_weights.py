@@ -1,17 +1,29 @@
-"""Two ranks with new weights, and with adapters that requests choose: the tokens of one."""
+"""Two ranks with new weights, and with adapters that requests choose: the tokens of one.
+
+What ranks refuse reaches the call that asked for it, and no later one.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import weight_files
 from engines import CHECKPOINTS, EngineRoom, a_prompt, generate, params, token_ids
 from processes import HERE, KILLED_SOON, SETTINGS, offline
 from safetensors.torch import load_file
+from test_stages_families import STAGES
+from test_weight_updates import Q_PROJ, send, tokens, write
 from trained_adapters import merged, write_adapter
 from trained_weights import trained
+from vllm.lora.request import LoRARequest
 
-pytestmark = [pytest.mark.usefixtures("template"), pytest.mark.slow]
+from dllm_plugin.engine.worker.ranks import fail_together
+
+pytestmark = [
+    pytest.mark.usefixtures("template", "workers_end_soon"),
+    pytest.mark.slow,
+]
 
 BASE, DLLM = CHECKPOINTS / "tiny-llada", {"strategy": "dual_cache"}
 TEMPLATES = [[-1] * 9, [-1] * 5 + [70, 71] + [-1] * 6 + a_prompt(7, 2)]
@@ -87,3 +99,73 @@ def test_gaps_under_new_weights_and_adapters(room: EngineRoom, tmp_path: Path) -
     mixed = [(of_base, *of_adapters)[place % 3][place] for place in range(len(JOBS))]
     assert found[1] == mixed
     assert mixed != of_base
+
+
+RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+SDAR = CHECKPOINTS / "tiny-sdar"
+
+
+def refused_on(worker: Any, rank: int) -> None:
+    """A call of all ranks that one of them refuses."""
+
+    @fail_together
+    def call(worker: Any) -> None:
+        if worker.rank == rank:
+            raise ValueError(f"rank {rank} has no room")
+
+    call(worker)
+
+
+@pytest.mark.parametrize("several", [STAGES, RANKS], ids=["stages", "ranks"])
+def test_a_refusal_reaches_its_own_call(
+    several: dict[str, Any], room: EngineRoom, tmp_path: Path
+) -> None:
+    """vLLM reads the first error, and would find the replies of later ranks in the next call."""
+    llm = room.start(
+        "sdar",
+        {},
+        async_scheduling=True,
+        weight_transfer_config={"backend": weight_files.BACKEND},
+        worker_extension_cls="weight_files.FromFiles",
+        enable_lora=True,
+        max_lora_rank=8,
+        **several,
+    )
+    engine, before = llm.llm_engine, tokens(llm)
+    other = {"base_model_name_or_path": "a/other"}
+    wrong = write_adapter(tmp_path / "wrong", SDAR, ["q_proj"], 1, **other)
+    update = write(tmp_path / "update", {Q_PROJ: torch.zeros(3, 2)})
+    refusals = [
+        ("was trained on 'a/other'", engine.add_lora, (adapter("wrong", 1, wrong),)),
+        (f"Weight '{Q_PROJ}' in the update has shape", send, (llm, update, [])),
+        ("finish the update first", updated_twice, (llm,)),
+        ("77", engine.pin_lora, (77,)),
+        ("rank 0 has no room", llm.collective_rpc, (refused_on, None, (0,))),
+        ("rank 1 has no room", llm.collective_rpc, (refused_on, None, (1,))),
+    ]
+    for sentence, call, arguments in refusals:
+        with pytest.raises(RuntimeError, match=sentence):
+            call(*arguments)
+        assert tokens(llm) == before, sentence
+        llm.reset_prefix_cache()
+    right = write_adapter(tmp_path / "right", SDAR, ["q_proj", "up_proj"], 1)
+    assert engine.add_lora(adapter("right", 2, right))
+    new = trained(SDAR, tmp_path / "new")
+    send(llm, new, [])
+    llm.reset_prefix_cache()
+    found = tokens(llm)
+    assert found != before
+    assert found == tokens(room.start("sdar", {}, model=str(new)))
+
+
+def adapter(name: str, number: int, folder: Path) -> LoRARequest:
+    return LoRARequest(name, number, str(folder))
+
+
+def updated_twice(llm: Any) -> None:
+    """An update that is open while a whole checkpoint is to be loaded; it ends without a part."""
+    llm.start_weight_update()
+    try:
+        llm.collective_rpc("reload_weights")
+    finally:
+        llm.finish_weight_update()

@@ -17,7 +17,7 @@ vllm.config.compilation: CUDAGraphMode
 vllm.config.vllm: OptimizationLevel
 vllm.config.diffusion: DiffusionConfig
 vllm.config.quantization: resolve_quantization_config
-vllm.distributed: get_pp_group
+vllm.distributed: get_pp_group get_tp_group
 vllm.distributed: get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
 vllm.distributed: tensor_model_parallel_all_gather tensor_model_parallel_all_reduce
 vllm.distributed.parallel_state: get_world_group graph_capture

@@ -1,4 +1,7 @@
-"""Compare the options of all ranks before they load, and end each rank that is asked to end."""
+"""Compare the options of all ranks before they load, and end each rank that is asked to end.
+
+Calls that may be refused fail on all ranks of an engine or on none, and only the last rank says so.
+"""
 
 import multiprocessing
 import os
@@ -6,11 +9,14 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from functools import wraps
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -19,6 +25,9 @@ from dllm_plugin.config.decode import refuse_unlike, shared_options
 # vLLM kills a rank 4 s after SIGTERM, unless its engine fails to start.
 END_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two looks for the parent
+# Executors that raise the first error among the replies of all ranks.
+ONE_ERROR = ("mp", "ray")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def compare_options(vllm_config: VllmConfig) -> None:
@@ -68,6 +77,57 @@ def end_at_sigterm(seconds: float = END_SECONDS) -> None:
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=end, args=(writer,), daemon=True).start()
+
+
+class Agreement:
+    """Let what is done within fail on all ranks of an engine if it fails on one.
+
+    `is_silent`: drop the error of this rank.
+    """
+
+    def __init__(self, is_silent: bool = False) -> None:
+        self.is_silent = is_silent
+
+    def __enter__(self) -> None:
+        """Begin what may fail."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        """Exchange reasons; raise ValueError if only others failed, unless silent."""
+        if error is not None and not isinstance(error, Exception):
+            return False
+        reasons = exchange(None if error is None else str(error))
+        if reasons and error is None and not self.is_silent:
+            raise ValueError(reasons[0])
+        return self.is_silent
+
+
+def exchange(reason: str | None) -> list[str]:
+    """Return why ranks of this engine failed, in their order."""
+    found = [reason]
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            ranks: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(ranks, found, group=group.cpu_group)
+            found = sum(ranks, [])
+    return [why for why in found if why is not None]
+
+
+def fail_together(call: Call) -> Call:
+    """Wrap a worker's method so that it fails on all ranks, of which one says why.
+
+    vLLM's executors raise the first error, and leave the replies of later ranks where the next
+    step or call finds them (its open pull request 57846).
+    """
+
+    @wraps(call)
+    def wrapped(worker: "RankWorker", *args: Any, **kwargs: Any) -> Any:
+        is_last = get_tp_group().is_last_rank and get_pp_group().is_last_rank
+        executor = worker.parallel_config.distributed_executor_backend
+        with Agreement(is_silent=executor in ONE_ERROR and not is_last):
+            return call(worker, *args, **kwargs)
+        return None
+
+    return cast(Call, wrapped)
 
 
 class RankWorker(Worker):

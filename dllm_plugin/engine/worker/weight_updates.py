@@ -21,29 +21,44 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from dllm_plugin.config.scheduling import IN_PLACE
 
-from .ranks import RankWorker
+from .ranks import Agreement, RankWorker, fail_together
 
 
 class UpdatingWorker(RankWorker):
     """Run vLLM's worker with checked updates of weights, and checked adapters of requests."""
 
+    @fail_together
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter as vLLM does; raise ValueError if it does not fit the model."""
         if lora_request.load_inplace:
             raise ValueError(IN_PLACE)
         model: Any = self.get_model()
-        model.check_adapter(lora_request.lora_name, lora_request.lora_path)
+        with Agreement():
+            model.check_adapter(lora_request.lora_name, lora_request.lora_path)
         return super().add_lora(lora_request)
 
+    @fail_together
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded as vLLM does."""
+        return super().pin_lora(lora_id)
+
+    @fail_together
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect with a trainer as vLLM does."""
+        super().init_weight_transfer_engine(init_info)
+
+    @fail_together
     def start_weight_update(self) -> None:
         """Start an update as vLLM does; raise ValueError if the weights cannot be updated."""
         model: Any = self.get_model()
         transfer = self.vllm_config.weight_transfer_config
-        update = model.new_update(transfer.backend if transfer else "")
+        with Agreement():
+            update = model.new_update(transfer.backend if transfer else "")
         super().start_weight_update()
         model.update = update
         self._open_layers(model)
 
+    @fail_together
     def update_weights(
         self, update_info: dict[str, Any] | list[dict[str, Any]]
     ) -> None:
@@ -51,6 +66,7 @@ class UpdatingWorker(RankWorker):
         with self._closed_by_errors():
             super().update_weights(update_info)
 
+    @fail_together
     def finish_weight_update(self) -> None:
         """Finish an update as vLLM does; raise ValueError if a weight has not come."""
         model: Any = self.get_model()
@@ -64,6 +80,7 @@ class UpdatingWorker(RankWorker):
         model.update = None
         self._close_layers(model)
 
+    @fail_together
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole checkpoint as vLLM does; keep the old weights if loading fails."""
         model: Any = self.get_model()
@@ -71,18 +88,20 @@ class UpdatingWorker(RankWorker):
             raise RuntimeError(
                 "reload_weights within a weight update: finish the update first."
             )
-        model.check_packing()
-        self._open_layers(model)
+        with Agreement():
+            model.check_packing()
+            self._open_layers(model)
         with self._closed_by_errors():
             super().reload_weights(*args, **kwargs)
         self._close_layers(model)
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """End the update if it fails."""
+        """End the update, on all ranks, if it fails on one."""
         with ExitStack() as stack:
             stack.callback(self._close_update)
-            yield
+            with Agreement():
+                yield
             stack.pop_all()
 
     def _close_update(self) -> None:
