@@ -55,7 +55,7 @@ RULE = re.compile(r"should (.*?)(?:, unable to .*|, got .*)?$")
 PARAMETER = re.compile(r" \(parameter=.*\)$")
 OBJECT = re.compile(r"a valid dictionary.*")
 LIST = re.compile(r"iterable$")
-REFUSAL = "refusal"
+REFUSAL, QUERY = "refusal", "query."
 GRAMMARS = re.compile(
     rb'"(?:structured_outputs|response_format|tools|output_config)"|"text"\s*:\s*\{|\\u00[0-7]'
 )
@@ -165,6 +165,8 @@ def sentence_of(errors: str, body: bytes) -> str:
         said = why[2] if why else said
         at_place = place.removeprefix("body.")
         return f"The body is no JSON: {said}, at character {at_place}."
+    if place.startswith(QUERY):
+        return f"{place.removeprefix(QUERY)}: {said}."
     if isinstance(fields, dict) and OF_LISTS.match(place):
         last = place.rpartition(".")[2]
         return f"messages hold a part or a call that is not valid: {last}: {said}."

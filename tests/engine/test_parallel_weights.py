@@ -138,8 +138,15 @@ def test_a_refusal_reaches_its_own_call(
     refusals = [
         ("was trained on 'a/other'", engine.add_lora, (adapter("wrong", 1, wrong),)),
         (f"Weight '{Q_PROJ}' in the update has shape", send, (llm, update, [])),
-        ("finish the update first", updated_twice, (llm,)),
+        ("finish the update first", while_updating, (llm, "reload_weights")),
+        ("Cannot release", while_updating, (llm, "shutdown_weight_transfer_engine")),
+        ("meta tensor", while_updating, (llm, "compute_weight_checksums")),
         ("77", engine.pin_lora, (77,)),
+        ("No such file", updated_in_part, (llm, 0)),
+        ("No such file", updated_in_part, (llm, 1)),
+        ("Profiling is not enabled", llm.start_profile, ()),
+        ("no draft model is", llm.collective_rpc, ("start_draft_weight_update",)),
+        ("Selective discard", llm.collective_rpc, ("discard", None, (("kv_cache",),))),
         ("rank 0 has no room", llm.collective_rpc, (refused_on, None, (0,))),
         ("rank 1 has no room", llm.collective_rpc, (refused_on, None, (1,))),
     ]
@@ -155,6 +162,9 @@ def test_a_refusal_reaches_its_own_call(
     llm.reset_prefix_cache()
     found = tokens(llm)
     assert found != before
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(SDAR)})
+    llm.reset_prefix_cache()
+    assert tokens(llm) == before
     assert found == tokens(room.start("sdar", {}, model=str(new)))
 
 
@@ -162,10 +172,18 @@ def adapter(name: str, number: int, folder: Path) -> LoRARequest:
     return LoRARequest(name, number, str(folder))
 
 
-def updated_twice(llm: Any) -> None:
-    """An update that is open while a whole checkpoint is to be loaded; it ends without a part."""
+def while_updating(llm: Any, method: str) -> None:
+    """A call that an open update refuses; the update ends without a part."""
     llm.start_weight_update()
     try:
-        llm.collective_rpc("reload_weights")
+        llm.collective_rpc(method)
     finally:
         llm.finish_weight_update()
+
+
+def updated_in_part(llm: Any, rank: int) -> None:
+    """An update of which one rank cannot read its file; the other ranks have read theirs."""
+    files = [{"file": str(SDAR / "model.safetensors")}] * 2
+    files[rank] = {"file": "/no/such/file"}
+    llm.start_weight_update()
+    llm.update_weights({"update_info": files})

@@ -104,6 +104,13 @@ def test_half_an_update_is_an_error_and_the_server_answers(
     assert answer(server) == before
 
 
+def test_a_wrong_way_to_pause_is_named(server: Server) -> None:
+    refused = control(server, "pause?mode=never")
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message == "mode: Input should be 'abort', 'wait' or 'keep'."
+
+
 def test_sleep_does_nothing_on_a_cpu(server: Server) -> None:
     before = answer(server)
     for level in (1, 2):

@@ -1,6 +1,6 @@
 """Compare the options of all ranks before they load, and end each rank that is asked to end.
 
-Calls that may be refused fail on all ranks of an engine or on none, and only the last rank says so.
+A call that one rank refuses fails on all ranks of an engine, and only the last rank says so.
 """
 
 import multiprocessing
@@ -18,6 +18,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_plugin.config.decode import refuse_unlike, shared_options
@@ -28,6 +29,8 @@ LOOK_SECONDS = 1.0  # between two looks for the parent
 # Executors that raise the first error among the replies of all ranks.
 ONE_ERROR = ("mp", "ray")
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+logger = init_logger("vllm.dllm_plugin")
 
 
 def compare_options(vllm_config: VllmConfig) -> None:
@@ -82,7 +85,7 @@ def end_at_sigterm(seconds: float = END_SECONDS) -> None:
 class Agreement:
     """Let what is done within fail on all ranks of an engine if it fails on one.
 
-    `is_silent`: drop the error of this rank.
+    `is_silent`: log the error of this rank and drop it.
     """
 
     def __init__(self, is_silent: bool = False) -> None:
@@ -95,10 +98,19 @@ class Agreement:
         """Exchange reasons; raise ValueError if only others failed, unless silent."""
         if error is not None and not isinstance(error, Exception):
             return False
-        reasons = exchange(None if error is None else str(error))
-        if reasons and error is None and not self.is_silent:
+        reasons = exchange(reason_of(error))
+        if error is not None and self.is_silent:
+            logger.error("A call of all ranks failed on this one.", exc_info=error)
+        elif reasons and error is None and not self.is_silent:
             raise ValueError(reasons[0])
         return self.is_silent
+
+
+def reason_of(error: Exception | None) -> str | None:
+    """Return the text of an error, with its type if it was not meant for a user."""
+    if error is None or isinstance(error, (ValueError, RuntimeError)):
+        return None if error is None else str(error)
+    return repr(error)
 
 
 def exchange(reason: str | None) -> list[str]:
@@ -139,6 +151,41 @@ class RankWorker(Worker):
         if not load_dummy_weights:  # ranks that elastic scaling adds get a copy
             compare_options(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)
+
+    @fail_together
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded as vLLM does."""
+        return super().pin_lora(lora_id)
+
+    @fail_together
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connect with a trainer as vLLM does."""
+        super().init_weight_transfer_engine(init_info)
+
+    @fail_together
+    def shutdown_weight_transfer_engine(self) -> None:
+        """Part from a trainer as vLLM does."""
+        super().shutdown_weight_transfer_engine()
+
+    @fail_together
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Compute a digest of each tensor as vLLM does."""
+        return super().compute_weight_checksums()
+
+    @fail_together
+    def start_draft_weight_update(self) -> None:
+        """Start an update of a draft model as vLLM does."""
+        super().start_draft_weight_update()
+
+    @fail_together
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Free memory as vLLM does."""
+        super().discard(tags)
+
+    @fail_together
+    def profile(self, *args: Any, **kwargs: Any) -> None:
+        """Start or stop the profiler as vLLM does."""
+        super().profile(*args, **kwargs)
 
     def shared_options(self) -> dict[str, str]:
         """Return the options that a server compares with its own."""

@@ -38,16 +38,6 @@ class UpdatingWorker(RankWorker):
         return super().add_lora(lora_request)
 
     @fail_together
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded as vLLM does."""
-        return super().pin_lora(lora_id)
-
-    @fail_together
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect with a trainer as vLLM does."""
-        super().init_weight_transfer_engine(init_info)
-
-    @fail_together
     def start_weight_update(self) -> None:
         """Start an update as vLLM does; raise ValueError if the weights cannot be updated."""
         model: Any = self.get_model()
@@ -63,8 +53,12 @@ class UpdatingWorker(RankWorker):
         self, update_info: dict[str, Any] | list[dict[str, Any]]
     ) -> None:
         """Load a part as vLLM does; a wrong part ends the update."""
-        with self._closed_by_errors():
-            super().update_weights(update_info)
+        with ExitStack() as stack:
+            # vLLM ends the update only on the rank that fails.
+            stack.callback(setattr, self, "_weight_update_active", False)
+            with self._closed_by_errors():
+                super().update_weights(update_info)
+            stack.pop_all()
 
     @fail_together
     def finish_weight_update(self) -> None:
@@ -84,11 +78,11 @@ class UpdatingWorker(RankWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole checkpoint as vLLM does; keep the old weights if loading fails."""
         model: Any = self.get_model()
-        if model.update is not None:
-            raise RuntimeError(
-                "reload_weights within a weight update: finish the update first."
-            )
         with Agreement():
+            if model.update is not None:
+                raise RuntimeError(
+                    "reload_weights within a weight update: finish the update first."
+                )
             model.check_packing()
             self._open_layers(model)
         with self._closed_by_errors():
