@@ -108,8 +108,10 @@ class Agreement:
 
 def reason_of(error: Exception | None) -> str | None:
     """Return the text of an error, with its type if it was not meant for a user."""
-    if error is None or isinstance(error, (ValueError, RuntimeError)):
-        return None if error is None else str(error)
+    if error is None:
+        return None
+    if isinstance(error, (ValueError, RuntimeError)):
+        return str(error)
     return repr(error)
 
 
